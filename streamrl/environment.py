@@ -225,6 +225,10 @@ class AgentSession:
     reward: Any = None
     full: str = ""
 
+    async def offered(self, record: Record) -> None:
+        """Let a program outside play this episode; returns at its end. Raises TaskError if it says that it failed."""
+        raise NotImplementedError
+
 
 class GenerationClient(Protocol):
     """The client that an interaction loop generates with; `actors.trajectory.client.Client` implements it.

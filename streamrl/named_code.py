@@ -22,7 +22,7 @@ def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if env.get("path") is not None:
         yield "env.path", str(env["path"])
     for way in ("agent", "agent_command"):
-        if env.get(way) is not None:
+        if env.get(way) not in (None, "outside"):
             yield f"env.{way}", str(env[way])
     use = _section(env, "tool_use")
     for setting, names in (
@@ -34,6 +34,8 @@ def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for service in ("judge", "model"):
         if (variable := _section(reward, service).get("api_key_env")) is not None:
             yield f"reward.{service}.api_key_env", str(variable)
+    if (variable := _section(actors, "endpoint").get("admin_key_env")) is not None:
+        yield "actors.endpoint.admin_key_env", str(variable)
     # vLLM imports some of its arguments, which and in what form depends on its version; choices are single words.
     yield from (
         ("actors.vllm", text) for text in _texts(_section(actors, "vllm")) if any(mark in text for mark in ".:/")

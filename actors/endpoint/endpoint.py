@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from actors.endpoint.sessions import Session, SessionClient, Sessions
 from streamrl.errors import EngineError
+
+log = logging.getLogger("streamrl.actor")
 
 
 class Endpoint:
@@ -17,20 +20,21 @@ class Endpoint:
     Args:
         bind: HOST:PORT; port 0 takes a free one.
         advertise: host name or address in the base URLs of sessions, or a whole URL up to the path; None is the host.
+        admin_key: see `Sessions`.
     """
 
-    def __init__(self, bind: str = "127.0.0.1:0", advertise: str | None = None) -> None:
+    def __init__(self, bind: str = "127.0.0.1:0", advertise: str | None = None, admin_key: str | None = None) -> None:
         self._host, _, port = bind.rpartition(":")
         self._port = int(port)
         self._advertise = advertise or self._host
-        self._sessions = Sessions()
+        self._sessions, self._has_admin = Sessions(admin_key), admin_key is not None
         self._starting = asyncio.Lock()
         self._runner: Any = None
 
     @asynccontextmanager
     async def session(self, client: SessionClient) -> AsyncIterator[Session]:
         """Around the episode of an agent. Raises EngineError if the address is taken, which no other lease can help."""
-        session = self._sessions.begin(client, await self._base_url())
+        session = self._sessions.begin(client, await self.base_url())
         try:
             yield session
         finally:
@@ -41,7 +45,8 @@ class Endpoint:
             await self._runner.cleanup()
             self._runner = None
 
-    async def _base_url(self) -> str:
+    async def base_url(self) -> str:
+        """Where it listens, from now on."""
         async with self._starting:
             if self._runner is None:
                 from actors.endpoint.server import serve  # its library takes a while to load, and few runs need it
@@ -53,6 +58,12 @@ class Endpoint:
                         f"actors.endpoint.bind={self._host}:{self._port} cannot be had: {error}. Take port 0, or "
                         "another one for each actor of this machine."
                     ) from error
+                if self._has_admin:
+                    log.info("programs open episodes by POST %s/sessions", self._root)
+        return f"{self._root}/v1"
+
+    @property
+    def _root(self) -> str:
         if "://" in self._advertise:
-            return f"{self._advertise.rstrip('/')}/v1"
-        return f"http://{self._advertise}:{self._port}/v1"
+            return self._advertise.rstrip("/")
+        return f"http://{self._advertise}:{self._port}"

@@ -6,8 +6,9 @@
     GET  /v1/models               the one model
     POST /v1/reward               {"reward": 1.0}, or several named parts: what the episode earned
 
-The key of a request, `Authorization: Bearer` or `x-api-key`, names its session. Errors have the form of the API
-that was called; SDKs repeat none that would fail again.
+The key of a request, `Authorization: Bearer` or `x-api-key`, names its session; `access` has the other ways, `control`
+what the administration key opens. Errors have the form of the API that was called; SDKs repeat none that would fail
+again.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from aiohttp import web
 
+from actors.endpoint.access import ApiError, body_of, over, session_of
 from actors.endpoint.chat_json import CHAT
+from actors.endpoint.control import Control, take_reward
 from actors.endpoint.form import Body, Form, ruled
 from actors.endpoint.messages_json import MESSAGES, error_json
 from actors.endpoint.messages_json import options as message_options
 from actors.endpoint.responses_json import RESPONSES
-from actors.endpoint.sessions import Answer, Keys, Session
+from actors.endpoint.sessions import Answer, Keys, Session, Sessions
 from actors.endpoint.tokens_json import TOKENS
 from actors.trajectory.rules import PromptTooLongError
-from envs.reward_values import as_step
 from streamrl.errors import EngineError, EpisodeFullError, TaskError
 
 FORMS = {
@@ -40,14 +42,6 @@ MAX_BODY_BYTES = 16 << 20
 """Of a request; the longest context of today's models is a tenth of it."""
 REPEATED = "x-stainless-retry-count"
 """Header with which the SDKs of OpenAI and Anthropic number their repetitions of a call."""
-
-
-class ApiError(Exception):
-    """Refuses a request: status, code and message of its answer."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +56,15 @@ async def serve(sessions: Keys, host: str, port: int) -> tuple[web.AppRunner, in
     """Listen; returns what ends it (`cleanup`) and the port. Raises OSError for an address that cannot be had."""
     server = _Server(sessions)
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
-    app.add_routes([
-        *(web.post(path, partial(server.ask, form)) for path, form in FORMS.items()),
-        web.post("/v1/messages/count_tokens", server.count), web.get("/v1/models", server.models),
-        web.post("/v1/reward", server.reward),
-    ])
+    for prefix in ("", "/sessions/{session}"):
+        app.add_routes([web.post(prefix + path, partial(server.ask, form)) for path, form in FORMS.items()])
+        app.add_routes([
+            web.post(f"{prefix}/v1/messages/count_tokens", server.count), web.get(f"{prefix}/v1/models", server.models),
+            web.post(f"{prefix}/v1/reward", partial(take_reward, sessions)),
+        ])
+    if isinstance(sessions, Sessions):
+        app.add_routes([web.post("/sessions/{session}/reward", partial(take_reward, sessions))])
+        app.add_routes(Control(sessions).routes())
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
@@ -100,23 +98,12 @@ class _Server:
         self._sessions = sessions
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
+        session = session_of(self._sessions, request)
         one = {"id": "policy", "object": "model", "owned_by": "streamrl", "max_model_len": session.client.max_tokens}
         return web.json_response({"object": "list", "data": [one]})
 
-    async def reward(self, request: web.Request) -> web.StreamResponse:
-        session, (given, _) = self._session(request), await _body(request)
-        if not session.recorded:
-            raise ApiError(404, "invalid_request", "nothing is trained here: leave the reward out")
-        try:
-            as_step(given, "POST /v1/reward")
-        except TaskError as error:
-            raise ApiError(400, "invalid_reward", str(error)) from error
-        session.reward = given
-        return web.json_response({})
-
     async def ask(self, form: Form, request: web.Request) -> web.StreamResponse:
-        session, (body, raw) = self._session(request), await _body(request)
+        session, (body, raw) = session_of(self._sessions, request), await body_of(request)
         options = _options(form.options, body, session)
         if not session.recorded:
             options["train"] = False
@@ -136,33 +123,10 @@ class _Server:
 
     async def count(self, request: web.Request) -> web.StreamResponse:
         """The tokens of a prompt, by the count of Anthropic's; it is not recorded."""
-        session, (body, _) = self._session(request), await _body(request)
+        session, (body, _) = session_of(self._sessions, request), await body_of(request)
         options = _options(message_options, body, session)
         count = _options(lambda *_: session.client.count(options["messages"], options["tools"]), body, session)
         return web.json_response({"input_tokens": count})
-
-    def _session(self, request: web.Request) -> Session:
-        keys = [request.headers.get("Authorization", "").removeprefix("Bearer "), request.headers.get("x-api-key", "")]
-        for key in keys:  # SDKs send both, if a variable of another service is set
-            if (session := self._sessions.get(key)) is not None:
-                return session
-        if any(self._sessions.is_over(key) for key in keys):
-            _raise_over()
-        raise ApiError(
-            401, "invalid_api_key", "this key names no session: an agent must take OPENAI_API_KEY as it got it, "
-            "with the OPENAI_BASE_URL that came with it; streamrl serve takes its --api-key"
-        )
-
-
-async def _body(request: web.Request) -> tuple[dict[str, Any], bytes]:
-    raw = await request.read()
-    try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise ApiError(400, "invalid_request", f"the body is no JSON, give an object of it: {error}") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "invalid_request", f"the body is {raw[:60]!r}: give a JSON object")
-    return body, raw
 
 
 def _options(translate: Callable[[Body, Session], Any], body: Body, session: Session) -> Any:
@@ -191,11 +155,7 @@ async def _awaited(session: Session, answer: Answer) -> Any:
         raise ApiError(503, "engine_error", str(error)) from error
     except asyncio.CancelledError:
         if session.over:
-            _raise_over()
+            raise over() from None
         raise
     except Exception as error:  # a chat template is the model's own program and may raise anything
         raise ApiError(400, "invalid_request", f"{type(error).__name__}: {error}") from error
-
-
-def _raise_over() -> NoReturn:
-    raise ApiError(410, "session_over", "the session of this key is over: its agent ended, or its lease is gone: stop")

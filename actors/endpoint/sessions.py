@@ -1,6 +1,6 @@
 """Sessions of agents: one for each episode, named by its key, from the start of the agent to its end.
 
-    opened      the episode began: the key serves its client
+    opened      the episode began: the key serves its client; a program outside may take it (`env.agent=outside`)
     over        the agent has ended, or its lease is gone: calls that still run are canceled, the key is refused
 
 An SDK repeats a call whose answer did not arrive. The same body from a client that has gone, or marked as repeated,
@@ -12,15 +12,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from actors.trajectory.chat_form import Chat, ChatCompletion
-from streamrl.environment import AgentSession
+from streamrl.environment import AgentSession, Record
+from streamrl.errors import TaskError
 
 MAX_ENDED_KEYS = 10_000
-"""Keys of sessions that are over, kept to tell them from wrong ones."""
+"""Keys and names of sessions that are over, kept to tell them from wrong ones."""
+HEARTBEAT_S = 5.0
+"""While an episode waits for a program outside, its lease is told to be alive."""
 MAX_KEPT = 1000
 """Calls whose answers a session keeps, the last ones."""
 
@@ -36,6 +40,18 @@ class SessionClient(Protocol):
     @property
     def sampling(self) -> Mapping[str, Any]: ...
 
+    @property
+    def num_turns_left(self) -> int: ...
+
+    @property
+    def num_tokens_left(self) -> int: ...
+
+    def waiting(self) -> AbstractContextManager[None]: ...
+
+    def note_progress(self) -> None: ...
+
+    def trace(self) -> list[dict[str, Any]]: ...
+
     def count(self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] = ()) -> int: ...
 
 
@@ -45,6 +61,10 @@ class Keys(Protocol):
     def get(self, key: str) -> Session | None: ...
 
     def is_over(self, key: str) -> bool: ...
+
+    def is_admin(self, key: str) -> bool: ...
+
+    def named(self, name: str) -> Session | None: ...
 
 
 class Asker(Protocol):
@@ -72,10 +92,15 @@ class Answer:
 class Session(AgentSession):
     """Attributes:
         recorded: whether calls are turns of a trajectory.
+        ended: says why the program outside failed, or ""; None for an agent that the run starts.
     """
 
     client: SessionClient
     recorded: bool = True
+    id: str = ""
+    offers: Offers | None = None
+    record: Record = field(default_factory=dict)
+    ended: asyncio.Future[str] | None = None
     over: bool = False
     answers: dict[bytes, Answer] = field(default_factory=dict)
     conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -96,6 +121,17 @@ class Session(AgentSession):
         self.answer = completion.choices[0].message.content
         return completion
 
+    async def offered(self, record: Record) -> None:
+        assert self.offers is not None
+        self.record, self.ended = record, asyncio.get_running_loop().create_future()
+        with self.client.waiting():
+            taken = self.offers.add(self)
+            while not taken.done():
+                await asyncio.wait({taken}, timeout=HEARTBEAT_S)
+                self.client.note_progress()
+        if failed := await self.ended:
+            raise TaskError(f"the program outside says that the episode failed, see there: {failed}")
+
     def remember(self, response: str, conversation: list[dict[str, Any]]) -> None:
         """Keep the conversation up to an answer, for a call that goes on from it by name."""
         self.conversations[response] = conversation
@@ -107,28 +143,75 @@ class Session(AgentSession):
             one.task.cancel()
 
 
+def same_key(given: str, key: str) -> bool:
+    return secrets.compare_digest(given.encode(errors="surrogateescape"), key.encode())
+
+
 def _trim(kept: dict[Any, Any]) -> None:
     if len(kept) > MAX_KEPT:
         del kept[next(iter(kept))]
 
 
-class Sessions:
-    """The sessions of an actor by their keys."""
+class Offers:
+    """Sessions that wait for a program outside, the oldest first."""
 
     def __init__(self) -> None:
+        self._waiting: dict[str, tuple[Session, asyncio.Future[None]]] = {}
+        self._come = asyncio.Event()
+
+    def add(self, session: Session) -> asyncio.Future[None]:
+        """Done once it is taken."""
+        taken = asyncio.get_running_loop().create_future()
+        self._waiting[session.id] = session, taken
+        self._come.set()
+        return taken
+
+    def remove(self, session: Session) -> None:
+        self._waiting.pop(session.id, None)
+
+    async def take(self, gone: Callable[[], bool]) -> Session:
+        while not self._waiting:
+            self._come.clear()
+            await self._come.wait()
+        if gone():  # its program, that is
+            raise TimeoutError
+        session, taken = self._waiting.pop(next(iter(self._waiting)))
+        taken.set_result(None)
+        return session
+
+
+class Sessions:
+    """The sessions of an actor by their keys.
+
+    Args:
+        admin_key: opens every session by its name, and those that wait for programs outside; None: no key does.
+    """
+
+    def __init__(self, admin_key: str | None = None) -> None:
+        self._admin_key, self._offers = admin_key, Offers()
+        self._named: dict[str, Session] = {}
         self._open: dict[str, Session] = {}
         self._ended: dict[str, None] = {}
 
     def begin(self, client: SessionClient, base_url: str) -> Session:
         key = f"sk-{secrets.token_urlsafe(24)}"
-        self._open[key] = session = Session(base_url, key, client=client)
+        session = Session(base_url, key, client=client, id=secrets.token_hex(8), offers=self._offers)
+        self._open[key] = self._named[session.id] = session
         return session
+
+    async def take(self, wait_s: float, gone: Callable[[], bool]) -> Session:
+        """The next session for a program outside. Raises TimeoutError: none came, or the caller is gone."""
+        async with asyncio.timeout(wait_s):
+            return await self._offers.take(gone)
 
     def end(self, session: Session) -> None:
         self._open.pop(session.api_key, None)
-        self._ended[session.api_key] = None
-        if len(self._ended) > MAX_ENDED_KEYS:
-            del self._ended[next(iter(self._ended))]
+        self._named.pop(session.id, None)
+        self._offers.remove(session)
+        for name in (session.api_key, session.id):
+            self._ended[name] = None
+            if len(self._ended) > MAX_ENDED_KEYS:
+                del self._ended[next(iter(self._ended))]
         session.end()
 
     def get(self, key: str) -> Session | None:
@@ -136,3 +219,9 @@ class Sessions:
 
     def is_over(self, key: str) -> bool:
         return key in self._ended
+
+    def is_admin(self, key: str) -> bool:
+        return self._admin_key is not None and same_key(key, self._admin_key)
+
+    def named(self, name: str) -> Session | None:
+        return self._named.get(name)

@@ -24,17 +24,20 @@ from collections.abc import Sequence
 from actors.endpoint.server import serve
 from actors.local_policy import local_config, open_policy
 from actors.serve.session import served
+from actors.settings import episode_rules
 from streamrl.commands import exit_at_once, status_of
 from streamrl.config.addresses import is_loopback
+from streamrl.config.eval_sets import longest_sequence
+from streamrl.config.rules import eval_sampling
 from streamrl.errors import ConfigError
 
 
 async def run(source: str, words: Sequence[str], host: str, port: int, key: str | None) -> int:
     config = local_config(source, words)
     print(f"loading {config.policy.model_path}", file=sys.stderr, flush=True)
-    policy = await open_policy(config)
+    policy, sampling = await open_policy(config), eval_sampling(config)
     try:
-        sessions = served(config, policy, key)
+        sessions = served(policy, sampling, episode_rules(config, sampling), longest_sequence(config), key)
         try:
             runner, port = await serve(sessions, host.strip("[]"), port)
         except OSError as error:

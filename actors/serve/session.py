@@ -8,16 +8,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from actors.endpoint.sessions import Session
+from actors.endpoint.sessions import Session, same_key
 from actors.local_policy import LocalPolicy, sampling_message
-from actors.settings import episode_rules
 from actors.trajectory.chat_form import ChatCompletion
 from actors.trajectory.client import Client
-from actors.trajectory.rules import PromptTooLongError
+from actors.trajectory.rules import EpisodeRules, PromptTooLongError
 from actors.trajectory.transcript import Transcript
-from streamrl.config.eval_sets import longest_sequence
-from streamrl.config.rules import eval_sampling
-from streamrl.config.schema import Config
+from streamrl.config.schema import SamplingConfig
 from streamrl.errors import EpisodeFullError
 
 
@@ -46,22 +43,33 @@ class ServedSessions:
         self._session, self._key = session, key
 
     def get(self, key: str) -> Session | None:
-        known = self._key is None or secrets.compare_digest(key.encode(errors="surrogateescape"), self._key.encode())
+        known = self._key is None or same_key(key, self._key)
         return self._session if known else None
 
     def is_over(self, key: str) -> bool:
         return False
 
+    def is_admin(self, key: str) -> bool:
+        return False
 
-def served(config: Config, policy: LocalPolicy, key: str | None) -> ServedSessions:
-    """The session of a model and its engine."""
-    sampling, longest = eval_sampling(config), longest_sequence(config)
-    rules = replace(
-        episode_rules(config, sampling), max_prompt_tokens=longest, max_new_tokens=longest, max_tokens=longest,
-        max_turns=1 << 62,
-    )
+    def named(self, name: str) -> Session | None:
+        return None
+
+
+def served(
+    policy: LocalPolicy, sampling: SamplingConfig, rules: EpisodeRules, max_tokens: int, key: str | None
+) -> ServedSessions:
+    """The session of a model and its engine.
+
+    Args:
+        sampling: of requests that name none.
+        rules: those of an episode; its stops hold here, its limits do not.
+        max_tokens: of a prompt and its answer together.
+    """
+    limits = {name: max_tokens for name in ("max_prompt_tokens", "max_new_tokens", "max_tokens")}
     client = Client(
-        policy.engine, policy.renderer, rules, Transcript(), seed=config.run.seed, sampling=sampling_message(sampling),
+        policy.engine, policy.renderer, replace(rules, **limits, max_turns=1 << 62), Transcript(),
+        seed=secrets.randbits(63), sampling=sampling_message(sampling),
         generating=nullcontext, pause=lambda: None, resume=lambda: None, on_progress=lambda: None,
         open_session=nullcontext,
     )

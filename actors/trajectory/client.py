@@ -101,7 +101,7 @@ class Client:
         wanted = room if max_new_tokens is None else min(room, _count(max_new_tokens))
         request = self._rules.request(read, wanted, self._seed, self._num_turns, distribution, stops)
         self._num_turns += 1
-        with self._waiting(), self._generating():
+        with self.waiting(), self._generating():
             try:
                 generation = await self._engine.generate(request)
             except EngineError as error:
@@ -134,6 +134,27 @@ class Client:
     def session(self) -> AbstractAsyncContextManager[AgentSession]:
         """An address and a key with which a program calls `chat` over HTTP, until the block ends."""
         return self._open_session(self)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what is not the loop's time, as that of the engine."""
+        self._num_waiting += 1
+        if self._num_waiting == 1:
+            self._pause()
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self._resume()
+
+    def note_progress(self) -> None:
+        """The lease is alive, although nothing is generated: it waits for an agent."""
+        self._on_progress()
+
+    def trace(self) -> list[dict[str, Any]]:
+        """What was recorded so far, a sequence each: see `Transcript.trace`."""
+        return self._transcript.trace()
 
     def close(self) -> None:
         """The episode is over: a call that still runs is not recorded."""
@@ -193,19 +214,6 @@ class Client:
         chosen = {key: self.sampling[key] for key in known} | other
         temperature, top_p, top_k, min_p = chosen.values()
         return Sampling(float(temperature), float(top_p), int(top_k), float(min_p))
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """The time that the engine takes is not the loop's."""
-        self._num_waiting += 1
-        if self._num_waiting == 1:
-            self._pause()
-        try:
-            yield
-        finally:
-            self._num_waiting -= 1
-            if not self._num_waiting:
-                self._resume()
 
 
 def _count(value: Any) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.engines.base import Generation, VersionSpan
 from streamrl.messages import Member, MemberStatus, SequenceStart, Span, Turn, VersionRef
@@ -104,6 +105,21 @@ class Transcript:
         for turn in self.turns:
             turn.reward = 0.0
         self.pay_outcome(reward)
+
+    def trace(self) -> list[dict[str, Any]]:
+        """The sequences as plain values; spans and turns count from the end of their sequence's prompt."""
+        return [
+            {
+                "prompt_token_ids": one.ids[: one.num_prompt], "token_ids": one.ids[one.num_prompt :],
+                "logprobs": one.logprobs,
+                "turns": [{"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in one.turns],
+                "versions": [
+                    {"start": turn.start + span.start, "end": turn.start + span.end, "version": span.ref.version}
+                    for turn in one.turns for span in turn.spans
+                ],
+            }
+            for one in self._sequences
+        ]
 
     def member(self, index: int, status: MemberStatus, scores: dict[str, float], finish: str) -> Member:
         tokens: list[int] = []

@@ -95,12 +95,18 @@ class Unscored:
         )
 
 
+async def _outside(record: Record, session: AgentSession) -> None:
+    await session.offered(record)
+
+
 def with_agent(task: Task, env: EnvConfig) -> AgentTask:
     """The task, played by the agent of the settings. Raises TaskError: no such agent, or episodes with a loop."""
     if isinstance(task.env(), DrivesGeneration):
         raise TaskError(
             f"env.agent plays the episodes of task {task.name}, which has an interaction loop of its own: leave one out"
         )
+    if env.agent == "outside":
+        return AgentTask(task, _outside, env.agent)
     if env.agent is not None:
         return AgentTask(task, function_agent(env.agent), env.agent)
     assert env.agent_command is not None

@@ -75,6 +75,8 @@ class EndpointConfig:
     advertise: str | None = None
     """Host name or address that agents should use, as from inside a container, or a whole URL; null is that of
     `actors.endpoint.bind`."""
+    admin_key_env: str | None = None
+    """The environment variable with the key under which programs open episodes (`env.agent=outside`) and read them."""
 
 
 @dataclass

@@ -76,7 +76,8 @@ class EnvConfig:
     """Options of the task itself, e.g. `env.options.max_length=6`; another task or `{}` drops an experiment's."""
     agent: str | None = None
     """An agent that plays the task's records: `agent.py:run` or `package.module:run`, an `async` function that calls
-    the model by a client of the package openai; what it returns is the reward, or the task scores the last answer."""
+    the model by a client of the package openai; what it returns is the reward, or the task scores the last answer.
+    `outside`: programs open the episodes by HTTP, `POST /sessions` at `actors.endpoint.bind`."""
     agent_command: str | None = None
     """An agent that is a program, started for each episode with OPENAI_BASE_URL, OPENAI_API_KEY and STREAMRL_RECORD (a
     JSON file); its last line is the reward, or the task scores the last answer."""

@@ -1,7 +1,11 @@
-"""A run whose episodes an agent plays over HTTP: a parent and its subagent, and agents that die."""
+"""Runs whose episodes agents play over HTTP: a parent and its subagent, agents that die, and programs outside."""
 
 from __future__ import annotations
 
+import socket
+import threading
+
+import httpx
 import pyarrow.parquet as pq
 import pytest
 
@@ -60,3 +64,52 @@ def test_a_parent_and_its_subagent_train_exactly_once_and_token_by_token(harness
     assert len({version for one in answers for version in one["versions"]} - {-1}) >= 10
     assert "12 of 12 versions equal" in command(harness, "replay", run, "--from", "0", "--to", "12")
     assert not harness.leftovers()
+
+
+def test_programs_outside_play_every_episode_and_are_paid_exactly_once(harness: RunHarness, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = "127.0.0.1:{}".format(free.getsockname()[1])
+    monkeypatch.setenv("ADMIN", "sk-admin")
+    launched = harness.launch(
+        "env.agent=outside", "actors.endpoint.admin_key_env=ADMIN", f"actors.endpoint.bind={address}",
+        "launch.num_actors=1", "trainer.num_steps=2", "eval.num_samples=0", "rollout.num_prompts_per_step=2",
+        "rollout.num_responses_per_prompt=2", "filter.zero_std=false",
+    )
+    paid: list[str] = []
+    ended = threading.Event()
+
+    def play() -> None:
+        """Ends every session; one in four fails, the others earn a number of their own."""
+        with httpx.Client(base_url=f"http://{address}", headers={"x-api-key": "sk-admin"}, timeout=60) as admin:
+            while not ended.is_set():
+                try:
+                    opened = admin.post("/sessions", json={"wait_s": 1})
+                    if opened.status_code != 201:
+                        continue
+                    session = opened.json()
+                    path = "/sessions/" + session["id"]
+                    said = admin.post(f"{path}/v1/messages", json={
+                        "max_tokens": 20, "messages": [{"role": "user", "content": session["record"]["prompt"]}],
+                    })
+                    if said.status_code != 200:
+                        continue
+                    paid.append(session["id"])
+                    failed = {"failed": "one in four"} if len(paid) % 4 == 0 else {}
+                    admin.post(f"{path}/reward", json={"reward": 1.0 + len(paid) / 1024})
+                    admin.request("DELETE", path, json=failed)
+                except httpx.HTTPError:  # the actor is not there yet, or not any more
+                    ended.wait(0.2)
+
+    player = threading.Thread(target=play)
+    player.start()
+    try:
+        assert harness.finish(launched, 240) == 0, harness.logs()
+    finally:
+        ended.set()
+        player.join()
+    command(harness, "stream", str(harness.run_dir), "--outcome", "accepted", "--export", "answers.parquet")
+    rewards = [one["reward"] for one in pq.read_table(harness.path / "answers.parquet").to_pylist()]
+    assert harness.summary()["steps"] == 2 and len(rewards) >= 8
+    numbers = {round((reward - 1) * 1024) for reward in rewards}
+    assert len(numbers) == len(rewards) and not any(number % 4 == 0 for number in numbers)

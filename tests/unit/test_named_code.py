@@ -31,6 +31,7 @@ HOSTILE = {
     "reward.weights": ["data.path=x.jsonl", "reward.weights={'evil:run': 1.0}"],
     "reward.judge.api_key_env": ["data.path=x.jsonl", "reward.type=judge", "reward.judge.api_key_env=SECRET"],
     "reward.model.api_key_env": ["data.path=x.jsonl", "reward.type=model", "reward.model.api_key_env=SECRET"],
+    "actors.endpoint.admin_key_env": ["actors.endpoint.admin_key_env=SECRET"],
     "actors.engine": ["actors.engine=evil:run"],
     "actors.transports": ["actors.transports=['evil:run',zmq]"],
     "actors.vllm": ["actors.vllm.worker_cls=evil.run"],

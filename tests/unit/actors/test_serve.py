@@ -39,8 +39,8 @@ def serving(*words: str, **variables: str):
 
 def test_a_version_of_a_run_is_served_in_every_form_under_its_key(trained):  # noqa: F811
     with serving(f"{trained}@2", STREAMRL_API_KEY="sk-mine") as (url, _):
-        with httpx.Client(base_url=url, timeout=60) as nobody:
-            assert nobody.get("/models").status_code == 401
+        with httpx.Client(base_url=url, timeout=60) as keyless:
+            assert keyless.get("/models").status_code == 401
         with httpx.Client(base_url=url, timeout=60, headers={"Authorization": "Bearer sk-mine"}) as asks:
             (model,) = asks.get("/models").json()["data"]
             first = asks.post("/chat/completions", json={"messages": Q, "temperature": 0, "return_token_ids": True})
