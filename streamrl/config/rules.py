@@ -108,12 +108,7 @@ def check(config: Config) -> None:
     _check_sizes(config)
     _check_names(config)
     _check_hub(config)
-    check_endpoint(config.actors.endpoint.bind, config.actors.endpoint.advertise)
-    if config.env.agent == "outside" and config.actors.endpoint.admin_key_env is None:
-        raise ConfigError(
-            "env.agent=outside lets programs open episodes by HTTP, and nothing says who may: export a key, and name "
-            "its variable, as actors.endpoint.admin_key_env=STREAMRL_ADMIN_KEY"
-        )
+    check_endpoint(config.actors.endpoint, config.env.agent)
     check_devices(config)
     _check_lora(config)
 

@@ -69,7 +69,7 @@ def test_a_parent_and_its_subagent_train_exactly_once_and_token_by_token(harness
 def test_programs_outside_play_every_episode_and_are_paid_exactly_once(harness: RunHarness, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = "127.0.0.1:{}".format(free.getsockname()[1])
+        address = f"127.0.0.1:{free.getsockname()[1]}"
     monkeypatch.setenv("ADMIN", "sk-admin")
     launched = harness.launch(
         "env.agent=outside", "actors.endpoint.admin_key_env=ADMIN", f"actors.endpoint.bind={address}",
