@@ -29,6 +29,7 @@ from streamrl.messages import (
     ReturnReason,
 )
 from streamrl.messages.codec import unpack_ids
+from streamrl.messages.sampled_sets import is_truncated
 from streamrl.messages.validate import check_group
 
 MAX_ANSWER_CHARS = 256
@@ -51,6 +52,12 @@ async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callabl
         json.loads(lease.prompt)
     except (ValueError, LookupError) as error:
         return returned(lease, ReturnReason.PROMPT_INVALID, f"prompt {lease.prompt_index}: {error}")
+    trains = lease.purpose == Purpose.TRAIN
+    if trains and is_truncated(lease.sampling) and not getattr(runner.engine, "returns_sets", False):
+        return returned(lease, ReturnReason.ENGINE_ERROR, (
+            f"the engine {runner.engine.name} does not say which ids top_p, top_k and min_p leave, so its tokens "
+            "cannot be trained on: use actors.engine=native, or rollout.train.sampling without them"
+        ))
     group, prompts = GroupStep(lease.members), SharedPrompts(runner.renderer)
     try:
         members = await _all_or_cancel([
@@ -67,9 +74,11 @@ async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callabl
         return returned(lease, ReturnReason.ENV_ERROR, cause)
     stats = {"generate_s": time.perf_counter() - started, NUM_FAILED_EPISODES: float(num_failed)}
     done = _group(lease, Outcome.COMPLETE, ReturnReason.NONE, cause, _share_prompt(members), stats)
-    if lease.purpose != Purpose.EVAL:
+    if trains:
         return done
-    return msgspec.structs.replace(done, answers=tuple(_answer(runner, member) for member in members))
+    answers = tuple(_answer(runner, member) for member in members)
+    unread = tuple(msgspec.structs.replace(member, sets=b"") for member in done.members)
+    return msgspec.structs.replace(done, members=unread, answers=answers)
 
 
 def _answer(runner: EpisodeRunner, member: Member) -> str:

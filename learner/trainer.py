@@ -251,7 +251,8 @@ def forward_backward(
     batch = micro_batch.to(ranks.device)
     with torch.set_grad_enabled(batch.has_gradient):
         logprobs, entropy = policy(
-            batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures
+            batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures,
+            sets=batch.sets,
         )
         loss = micro_batch_loss(
             batch, logprobs, entropy, plan, version=statistics.version, note=statistics.note

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from streamrl.errors import EngineError
@@ -109,6 +110,7 @@ class Generation:
     logprobs: list[float]  # of the sampled tokens under the processed distribution, 0.0 for greedy
     spans: list[VersionSpan]
     finish: str  # "stop" (eos or stop string), "length" or "abort"
+    sets: list[np.ndarray] | None = None  # the ids that each token was drawn from, ascending; None: not recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ class Engine(Protocol):
 
     name: str
     max_num_seqs: int  # sequences that run at once
+    # `returns_sets = True` (may be left out): `Generation.sets` of top-p, top-k and min-p, which training needs.
 
     @property
     def installed(self) -> VersionRef | None: ...

@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from actors.engines.base import Generation, VersionSpan
 from streamrl.messages import Member, MemberStatus, SequenceStart, Span, Turn, VersionRef
 from streamrl.messages.codec import pack_ids, pack_logprobs
+from streamrl.messages.sampled_sets import pack_sets
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +36,7 @@ class RecordedSequence:
     num_prompt: int
     logprobs: list[float] = field(default_factory=list)  # of all that followed, 0.0 for what was only read
     turns: list[RecordedTurn] = field(default_factory=list)
+    sets: list[np.ndarray] = field(default_factory=list)  # the ids that each sampled token was drawn from, if recorded
 
     def goes_on(self, read: Sequence[int]) -> bool:
         """Whether this input begins with all of the sequence."""
@@ -80,6 +84,7 @@ class Transcript:
         start = len(present.logprobs)
         present.ids += generation.token_ids
         present.logprobs += generation.logprobs
+        present.sets += generation.sets or []
         self.num_tokens += len(generation.token_ids)
         turn = RecordedTurn(start, len(present.logprobs), generation.spans, self._pending_reward)
         present.turns.append(turn)
@@ -142,6 +147,7 @@ class Transcript:
             logprobs=pack_logprobs(logprobs), mask=tuple((turn.start, turn.end) for turn in turns),
             versions=tuple(versions), turns=tuple(turns), reward=float(sum(turn.reward for turn in turns)),
             scores=scores, finish=finish, sequences=tuple(starts[1:]),
+            sets=pack_sets([ids for one in self._sequences for ids in one.sets]),
         )
 
     def _with_input(self, read: Sequence[int]) -> RecordedSequence:

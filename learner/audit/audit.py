@@ -82,7 +82,7 @@ class Audit:
         batch = micro_batch.to(self._ranks.device)
         seen = self._policy(
             batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures,
-            Inspect(batch.state_index, mass_below=True),
+            Inspect(batch.state_index, mass_below=True), batch.sets,
         )
         reshard(self._policy)  # no backward pass will free the gathered root
         if not batch.trajectory_ids:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from learner.data.layout import PackedLayout, make_layout
 from learner.data.shared_prompts import Family, find_families
+from learner.data.token_sets import TokenSets, token_sets
 from learner.data.trajectories import Trajectory
 from learner.ranks.mesh import Ranks
 from streamrl.errors import ConfigError
@@ -50,6 +51,7 @@ class MicroBatch:
     bootstrap_rows: Tensor  # int64 [E] which of the S trajectories they are
     num_shared: int = 0  # tokens that were not packed, because another trajectory has the same beginning
     has_gradient: bool = True  # False: only a forward pass, for statistics
+    sets: TokenSets | None = None  # the ids that scored tokens were drawn from; None: from all
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +75,8 @@ class MicroBatch:
         """The same micro-batch on `device`."""
         target = torch.device(device)
         movable = (f.name for f in fields(self) if f.name not in ("trajectory_ids", "num_shared", "has_gradient"))
-        return replace(self, **{name: getattr(self, name).to(target) for name in movable})
+        parts = ((name, getattr(self, name)) for name in movable)
+        return replace(self, **{name: part.to(target) for name, part in parts if part is not None})
 
 
 def pack(
@@ -265,11 +268,12 @@ def _micro_batch(
         out[mask] = chosen(name)
         return torch.from_numpy(out)
 
+    targets = chosen("token_ids").astype(np.int64)
     return MicroBatch(
         trajectory_ids=tuple(members), packing=packed.layout, tokens=torch.from_numpy(packed.tokens),
         positions=torch.from_numpy(packed.positions),
         score_index=torch.from_numpy(np.concatenate(index).astype(np.int64)),
-        targets=torch.from_numpy(chosen("token_ids").astype(np.int64)),
+        targets=torch.from_numpy(targets), sets=token_sets(rows, targets),
         temperatures=torch.from_numpy(np.repeat(np.array([row.temperature for row in rows], dtype=np.float32), counts)),
         flat_index=torch.from_numpy(np.flatnonzero(mask.reshape(-1)).astype(np.int64)),
         mask=torch.from_numpy(mask), behavior_logprobs=spread("logprobs", np.float32),

@@ -12,6 +12,7 @@ import numpy as np
 from streamrl.errors import ContentError
 from streamrl.messages import TO_HUB, Group, GroupOrigin, Member, MemberStatus
 from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
+from streamrl.messages.sampled_sets import sets_of
 from streamrl.messages.validate import check_mask, check_spans
 
 
@@ -50,6 +51,8 @@ class Trajectory:
     prompt_index: int = -1  # in its split; -1 if the sender did not say
     later: tuple[tuple[int, np.ndarray], ...] = ()  # of each sequence after the first: its start in 0 .. T, its prompt
     judged: bool = False  # the environment was done: nothing follows the last reward, even where an answer was cut
+    sets: tuple[np.ndarray, np.ndarray] | None = None
+    """int64: how many ids each action token was drawn from, and these ids end to end; None: from all."""
 
     @property
     def bootstraps(self) -> bool:
@@ -114,7 +117,8 @@ class TrajectoryReader:
                     raise ContentError("duplicate", f"{source.name} is in the batch twice")
                 seen.add(key)
                 sources.append(source)
-        return _trajectories(sources, _columns(sources, self._vocab_size, version, learner_epoch))
+        columns = _columns(sources, self._vocab_size, version, learner_epoch)  # checks masks
+        return _trajectories(sources, columns, self._vocab_size)
 
     def _sources(self, group: Group, origin: GroupOrigin) -> Iterator[_Source]:
         """The members that are not aborted; those with the same prompt share its array."""
@@ -163,7 +167,7 @@ class _Columns(NamedTuple):
     turns: np.ndarray
 
 
-def _trajectories(sources: Sequence[_Source], columns: _Columns) -> list[Trajectory]:
+def _trajectories(sources: Sequence[_Source], columns: _Columns, vocab_size: int | None) -> list[Trajectory]:
     rows = []
     places = columns.places
     for (group, member, prompt_ids, origin, later), start, end in zip(sources, places, places[1:], strict=False):
@@ -174,7 +178,7 @@ def _trajectories(sources: Sequence[_Source], columns: _Columns) -> list[Traject
             reward=member.reward, num_turns=len(member.turns), scores=member.scores,
             temperature=group.sampling.temperature, truncated=member.cut,
             judged=member.status == MemberStatus.FINISHED, actor_id=origin.actor_id, prompt_index=origin.prompt_index,
-            later=later,
+            later=later, sets=sets_of(group, member, vocab_size),
         ))
     return rows
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from learner.hub.ledger.tables.settings import LedgerSettings
 from learner.hub.shared.settings import EvalSetSettings, HubSettings
 from streamrl.config import schema
@@ -14,6 +16,7 @@ from streamrl.config.eval_sets import eval_sets, splits
 from streamrl.config.load import to_plain
 from streamrl.config.rules import eval_sampling, lag_rule, largest_max_lag
 from streamrl.messages import MAX_SEQUENCES, Limits, Lineage, Sampling
+from streamrl.messages.sampled_sets import is_truncated
 from streamrl.stream.records import RunStarted
 
 OUTBOX_GROUPS = 1024
@@ -65,7 +68,7 @@ def hub_settings(
             schema.AdvantageConfig(baseline=config.advantage.baseline),
         ).encode(),
         total_steps=config.trainer.num_steps, limits=limits(config, vocab_size),
-        sampling=wire_sampling(config.rollout.train.sampling),
+        sampling=train_sampling(config.rollout.train.sampling),
         eval_sampling=wire_sampling(eval_sampling(config)),
         eval_sets=tuple(
             EvalSetSettings(one.name, one.config.env, one.config.data, one.config.reward, wire_sampling(one.sampling))
@@ -81,6 +84,14 @@ def hub_settings(
 
 def wire_sampling(sampling: schema.SamplingConfig) -> Sampling:
     return Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+
+
+def train_sampling(sampling: schema.SamplingConfig) -> Sampling:
+    """The same with a top-k wherever ids are cut off: a token's set has a bound."""
+    whole = wire_sampling(sampling)
+    if whole.top_k > 0 or not is_truncated(whole):
+        return whole
+    return msgspec.structs.replace(whole, top_k=sampling.max_kept)
 
 
 def response_limit(config: schema.Config) -> int:

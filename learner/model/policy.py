@@ -26,6 +26,7 @@ from learner.checkpoint.model_files import (
     spread,
 )
 from learner.data.layout import PackedLayout, make_layout
+from learner.data.token_sets import TokenSets
 from learner.model.attention.choice import choose_attention
 from learner.model.attention.packed import ATTENTION, decoder_of, packed_states, registered
 from learner.model.scoring.logit_rule import PLAIN, LogitRule
@@ -84,6 +85,7 @@ class Policy(nn.Module):
         targets: Tensor,  # int64 [M] the scored tokens
         temperatures: Tensor,  # [M]
         inspect: Inspect | None = None,
+        sets: TokenSets | None = None,  # the ids that targets were drawn from, where they were not drawn from all
     ) -> tuple[Tensor, Tensor] | Inspected:
         """Log-prob of each target and entropy of the distribution it was drawn from; [M] each, nats, float32.
 
@@ -92,20 +94,16 @@ class Policy(nn.Module):
         hidden = packed_states(decoder_of(self.model), tokens, positions, packing)
         head = self.output_layer
         read, bias = hidden.index_select(0, score_index), getattr(head, "bias", None)
-        logprobs, entropy = score_tokens(
-            read, head.weight, targets, temperatures, bias=bias, rule=self.rule, chunk_tokens=self.chunk_tokens
-        )
+        options = {"bias": bias, "rule": self.rule, "chunk_tokens": self.chunk_tokens, "sets": sets}
+        logprobs, entropy = score_tokens(read, head.weight, targets, temperatures, **options)
         if inspect is None:
             return logprobs, entropy
         squares = everything = below = None
         if inspect.mass_below:
-            below = mass_below(
-                read, head.weight, targets, temperatures, bias=bias, rule=self.rule, chunk_tokens=self.chunk_tokens
-            )
+            below = mass_below(read, head.weight, targets, temperatures, **options)
         if inspect.square_sums or inspect.all_logprobs:
             squares, everything = inspect_tokens(
-                read, head.weight, temperatures, bias=bias, rule=self.rule, chunk_tokens=self.chunk_tokens,
-                keep_all=inspect.all_logprobs,
+                read, head.weight, temperatures, keep_all=inspect.all_logprobs, **options
             )
         return Inspected(logprobs, entropy, hidden.index_select(0, inspect.state_index), squares, everything, below)
 

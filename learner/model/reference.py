@@ -43,7 +43,8 @@ class FrozenPolicy:
     def score(self, batch: MicroBatch) -> Tensor:
         """Log-prob of each scored token at its own temperature, [M], nats, float32, detached; a collective call."""
         logprobs, _ = self._policy(
-            batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures
+            batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures,
+            sets=batch.sets,
         )
         reshard(self._policy)  # no backward pass will free the gathered root
         return logprobs

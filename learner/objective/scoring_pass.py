@@ -114,7 +114,8 @@ def _policy_side(
             batch.state_index, square_sums=SQUARE_NORMS in needs, all_logprobs=critic is not None and critic.of_actions
         )
         seen = policy(
-            batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures, inspect
+            batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets, batch.temperatures, inspect,
+            batch.sets,
         )
         found["policy"] = batch.padded(seen.logprobs)
         if seen.square_sums is not None:

@@ -57,11 +57,13 @@ class SamplingConfig:
     temperature: float = ranged(1.0, ge=0)
     """Divides the logits; 0 is greedy."""
     top_p: float = ranged(1.0, gt=0, le=1)
-    """Keep the smallest set of tokens with this probability mass; evaluation only, like top_k and min_p."""
+    """Keep the smallest set of tokens with this probability mass."""
     top_k: int = -1
     """Keep the k most likely tokens; -1 keeps all."""
     min_p: float = ranged(0.0, ge=0, lt=1)
     """Keep tokens at least this likely relative to the most likely one."""
+    max_kept: int = ranged(1024, gt=0, lt=65536)
+    """Most tokens that training with top_p or min_p draws from, the most likely: the set travels to the learner."""
     max_new_tokens: int = ranged(64, gt=0)
     """Most new tokens of one turn."""
     stop: list[str] = field(default_factory=list)

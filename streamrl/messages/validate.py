@@ -16,6 +16,7 @@ its own (`ContentError.check`):
     logprob_off_mask    not exactly 0.0 where the token is no action
     mask_ranges         ranges not sorted, disjoint, non-empty, inside  (`version_ranges`, `turn_ranges` likewise)
     version_cover       an action token without a version               (`turn_cover` likewise)
+    set_missing, set_length, set_ids, set_token     of the ids that tokens were drawn from (see `sampled_sets`)
     no_action_tokens    nothing to train on, and not aborted
     response_too_long   more action tokens than the hub allows
     too_many_tokens     more tokens of any kind, all prompts included, than the learner can train; not of evaluations
@@ -42,6 +43,7 @@ from msgspec import Struct
 from streamrl.errors import ContentError
 from streamrl.messages import EVAL_BIT, Group, Limits, Member, MemberStatus, Outcome, Sampling, Span, Turn, VersionRef
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
+from streamrl.messages.sampled_sets import sets_of
 
 MAX_LOGPROB = 1e-4
 """Rounding may lift the log of a probability of one a little above zero, never by more than this."""
@@ -119,6 +121,8 @@ def _check_members(group: Group, members: Sequence[Member], limits: Limits) -> I
     of_versions, num_tokens = [], []
     for member, length, wanted in zip(members, lengths, num_actions, strict=True):
         of_versions.append(check_spans(group, member, length, wanted))
+        if member.status != MemberStatus.ABORTED:
+            sets_of(group, member, limits.vocab_size)
         _check_rewards(group, member)
         num_later = _check_sequences(group, member, limits)
         num_prompt = len(member.prompt_ids or group.members[0].prompt_ids) // 4
@@ -174,9 +178,9 @@ def _check_sampling(sampling: Sampling) -> None:
         raise ContentError("sampling", f"{sampling} is not a distribution: every number must be finite and >= 0")
 
 
-def is_full(sampling: Sampling) -> bool:
-    """Whether the learner can score it: drawn from every token, at a temperature that has log-probs."""
-    return (sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, -1, 0.0) and 0.01 <= sampling.temperature <= 100.0
+def is_scorable(sampling: Sampling) -> bool:
+    """Whether the temperature has log-probs; members name the ids that are left, if some were cut off."""
+    return 0.01 <= sampling.temperature <= 100.0
 
 
 def _check_total(group: Group, member: Member, limits: Limits, num_tokens: int) -> None:

@@ -148,6 +148,8 @@ class Member(Message):
     scores: Annotated[dict[Word, float], Meta(max_length=64)]
     finish: Word
     sequences: Annotated[tuple[SequenceStart, ...], Meta(max_length=MAX_SEQUENCES - 1)] = ()
+    sets: bytes = b""
+    """The ids that each action token was drawn from (`sampled_sets`); empty of the whole distribution."""
 
     @property
     def cut(self) -> bool:

@@ -51,6 +51,7 @@ NEEDS = {
     "siblings": "`rollout.num_responses_per_prompt` > 1",
     "reweight": "`staleness.mode=reweight`",
     "mask_old": "`staleness.mode=mask_old_tokens`",
+    "sets": "`rollout.train.sampling.top_p`, `top_k` or `min_p`",
     "trace": "an estimator with token traces",
     "critic": "an estimator with a critic",
     "rho_bar": "`advantage.rho_bar_ess_target`",

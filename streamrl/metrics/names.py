@@ -44,6 +44,8 @@ SECTIONS: dict[str, list[Metric]] = {
         ("rollout/response_tokens/train", "tokens", "mean", "Action tokens of a trained trajectory."),
         ("rollout/length_clip_ratio/train", "fraction", "mean", "Trained trajectories cut by a length or turn limit."),
         ("rollout/num_turns/train", "turns", "mean", "Turns of a trained trajectory."),
+        ("rollout/set_size", "tokens", "mean", "Tokens that top_p, top_k and min_p left to draw a token from.", "sets"),
+        ("rollout/set_size_max", "tokens", "max", "The most of them; at `max_kept` this bound cuts too.", "sets"),
         ("rollout/sequences_per_trajectory", "sequences", "mean",
          "Sequences of a trained trajectory; more than one where the history was rewritten."),
     ),

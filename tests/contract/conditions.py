@@ -35,6 +35,9 @@ HOLDS: dict[str, Callable[[Settings], bool]] = {
     "siblings": lambda s: s["rollout"]["num_responses_per_prompt"] > 1,
     "reweight": lambda s: s["staleness"]["mode"] == "reweight",
     "mask_old": lambda s: s["staleness"]["mode"] == "mask_old_tokens",
+    "sets": lambda s: any(
+        s["rollout"]["train"]["sampling"][key] != off for key, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0))
+    ),
     "trace": lambda s: s["advantage"]["estimator"] in TRACE_ESTIMATORS,
     "critic": lambda s: s["advantage"]["estimator"] in CRITIC_ESTIMATORS,
     "rho_bar": lambda s: s["advantage"]["rho_bar_ess_target"] is not None,

@@ -81,7 +81,7 @@ class NativeEngine:
         adapter: as in `EngineSpec`.
     """
 
-    name = "native"
+    name, returns_sets = "native", True
 
     def __init__(
         self, model: torch.nn.Module, tokenizer: Any, *, max_num_seqs: int, max_tokens: int,

@@ -11,13 +11,15 @@ not depend on the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from streamrl.messages import Sampling
+from streamrl.messages.sampled_sets import LARGEST_SET
 
 _BLOCK = 512  # ids
 
@@ -48,6 +50,8 @@ class SamplingPlan:
         floored = [s for s in samplings if s.min_p > 0.0]
         self.floored_rows = where([s.min_p > 0.0 for s in samplings])
         self.log_min_p = column([math.log(s.min_p) for s in floored])
+        # Without top-k a set may be the whole vocabulary; training always has one (`max_kept`).
+        self.bounded = [row for row, s in enumerate(samplings) if 0 < s.top_k <= LARGEST_SET and s.temperature > 0.0]
 
 
 def _is_ranked(sampling: Sampling) -> bool:
@@ -92,16 +96,20 @@ def _keep_ranked(scores: Tensor, plan: SamplingPlan) -> Tensor:
     return torch.full_like(scores, float("-inf")).scatter_(-1, order, ranked.masked_fill(~kept, float("-inf")))
 
 
-def draw(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> tuple[Tensor, Tensor]:
-    """One token per row: logits [n, vocab] of any float type, uniforms [n] float64 in [0, 1).
+class Drawn(NamedTuple):
+    """One token per row."""
 
-    Returns:
-        tokens [n] int64 and their log-probs [n] float32 under the processed distribution; NaN where logits are.
-    """
+    tokens: Tensor  # int64 [n]
+    logprobs: Tensor  # float32 [n] under the processed distribution; NaN where logits are
+    sets: Mapping[int, np.ndarray]  # row -> the ids that are left, of each row with a top-k
+
+
+def draw(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> Drawn:
+    """One token per row: logits [n, vocab] of any float type, uniforms [n] float64 in [0, 1)."""
     if plan.all_greedy:
         tokens = logits.argmax(dim=-1)
         peak = logits.gather(-1, tokens[:, None])[:, 0].float()
-        return tokens, peak - peak  # 0.0, but NaN stays NaN
+        return Drawn(tokens, peak - peak, {})  # 0.0, but NaN stays NaN
     logprobs = processed_logprobs(logits, plan)
     tokens = _invert(logprobs.exp(), torch.from_numpy(uniforms).to(logprobs.device)[:, None])
     picked = logprobs.gather(-1, tokens)[:, 0]
@@ -111,7 +119,15 @@ def draw(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> tuple[Tens
         tokens[plan.greedy_rows] = rows.argmax(dim=-1)
         peak = rows.amax(dim=-1).float()
         picked[plan.greedy_rows] = peak - peak
-    return tokens, picked
+    return Drawn(tokens, picked, _kept(logprobs, plan.bounded))
+
+
+def _kept(logprobs: Tensor, rows: list[int]) -> dict[int, np.ndarray]:
+    if not rows:
+        return {}
+    owner, ids = (logprobs[rows] > float("-inf")).nonzero(as_tuple=True)
+    ends = torch.bincount(owner, minlength=len(rows)).cumsum(0).tolist()
+    return dict(zip(rows, np.split(ids.cpu().numpy(), ends[:-1]), strict=True))
 
 
 def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:

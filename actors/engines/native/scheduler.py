@@ -41,6 +41,7 @@ class Sequence:
     version: VersionRef | None = None  # the weights that it ends with; None: whatever is installed
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    sets: list[np.ndarray] = field(default_factory=list)  # none where the whole distribution is drawn from
     marks: list[tuple[VersionRef, int]] = field(default_factory=list)  # (version, first token it sampled)
 
     @property
@@ -52,10 +53,12 @@ class Sequence:
         """Record `ref` as the version that samples from the next token on."""
         self.marks.append((ref, len(self.token_ids)))
 
-    def add(self, token: int, logprob: float) -> str | None:
+    def add(self, token: int, logprob: float, drawn_from: np.ndarray | None) -> str | None:
         """Append a sampled token; returns why the sequence ends, or None."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
+        if drawn_from is not None:
+            self.sets.append(drawn_from)
         if token in self.eos_ids or (self.matcher is not None and self.matcher.feed(token)):
             return "stop"
         return "length" if len(self.token_ids) >= self.request.max_new_tokens else None
@@ -65,7 +68,7 @@ class Sequence:
         ends = [start for _, start in self.marks[1:]] + [len(self.token_ids)]
         marks = zip(self.marks, ends, strict=True)
         spans = [VersionSpan(ref, start, end) for (ref, start), end in marks if end > start]
-        return Generation(self.token_ids, self.logprobs, spans, finish)
+        return Generation(self.token_ids, self.logprobs, spans, finish, self.sets or None)
 
 
 @dataclass(slots=True)
@@ -186,14 +189,14 @@ class Scheduler:
         if self._plan is None:
             self._plan = make_plan([sequence.request.sampling for sequence in self.running], self.forward.device)
         # The new token's place in the whole sequence: the next turn of the same episode draws other numbers.
-        tokens, logprobs = draw(logits, self._plan, uniforms(self._seeds[:n], self._cached[:n].astype(np.uint64)))
+        tokens, logprobs, sets = draw(logits, self._plan, uniforms(self._seeds[:n], self._cached[:n].astype(np.uint64)))
         self._last[:n] = tokens.cpu().numpy()
         self.tokens_total += n
         ended: list[tuple[int, str | None]] = []
         for row, (token, logprob) in enumerate(zip(self._last[:n].tolist(), logprobs.tolist(), strict=True)):
             if not math.isfinite(logprob):
                 ended.append((row, None))
-            elif (finish := self.running[row].add(token, logprob)) is not None:
+            elif (finish := self.running[row].add(token, logprob, sets.get(row))) is not None:
                 ended.append((row, finish))
         if not ended:
             return

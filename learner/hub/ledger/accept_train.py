@@ -55,7 +55,7 @@ class TrainAcceptance:
             return True
         self._check_open(record, group, summaries)
         # The learner scores a group under the sampling that it names: what survived a restart may have an earlier one.
-        self.checks.sampling(group, self.sampling, or_full=actor.survived_restart)
+        self.checks.sampling(group, self.sampling, or_scorable=actor.survived_restart)
         self.checks.versions_known(group, summaries)
         self._check_age(actor, record, group, frame, summaries)
         self._store(actor, record, group, summaries, bytes(frame))

@@ -10,7 +10,7 @@ from typing import Literal
 from learner.hub.ledger.tables.versions import Versions
 from streamrl.errors import ContentError
 from streamrl.messages import Group, Limits, Outcome, RejectReason, ReturnReason, Sampling
-from streamrl.messages.validate import MemberSummary, check_group, is_full
+from streamrl.messages.validate import MemberSummary, check_group, is_scorable
 
 DROP_AT_ONCE = (ReturnReason.TOO_LONG, ReturnReason.PROMPT_INVALID, ReturnReason.POISON)
 """Faults of the prompt: no other actor could do better."""
@@ -57,9 +57,9 @@ class GroupChecks:
             self.counts[f"num_malformed_{error.check}"] += 1
             raise Refused(RejectReason.MALFORMED, f"{error.check}: {error}", strike=True) from error
 
-    def sampling(self, group: Group, leased: Sampling, *, or_full: bool = False) -> None:
-        """Check that answers were drawn as the lease asked, or with `or_full` in any way that the learner can score."""
-        if not group.members or group.sampling == leased or (or_full and is_full(group.sampling)):
+    def sampling(self, group: Group, leased: Sampling, *, or_scorable: bool = False) -> None:
+        """Check that answers were drawn as the lease asked, or with `or_scorable` in any way that can be scored."""
+        if not group.members or group.sampling == leased or (or_scorable and is_scorable(group.sampling)):
             return
         self.counts["num_malformed_sampling"] += 1
         detail = f"sampling: group {group.group_id} was drawn with {group.sampling}, the lease asked for {leased}"

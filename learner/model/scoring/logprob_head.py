@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from learner.data.token_sets import TokenSets
 from learner.model.scoring.logit_rule import PLAIN, LogitRule
+from learner.model.scoring.set_logprobs import logprobs_in_sets, score_in_sets
 
 
 def score_tokens(
@@ -27,20 +29,38 @@ def score_tokens(
     bias: Tensor | None = None,  # [V]
     rule: LogitRule = PLAIN,
     chunk_tokens: int = 1024,
+    sets: TokenSets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of `targets` and entropy under `softmax(rule(hidden @ weight.T + bias) / temperature)`; [M] each, nats.
 
-    Computed and accumulated in float32 (float64 for float64 inputs). Differentiable in hidden, weight and bias.
+    Both are of the distribution over a token's set, where it has one. Computed and accumulated in float32 (float64 for
+    float64 inputs). Differentiable in hidden, weight and bias.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1 (learner.logprob_chunk_tokens)")
-    return _ScoreTokens.apply(hidden, weight, bias, targets, temperatures, rule, chunk_tokens)
+    if sets is None:
+        return _ScoreTokens.apply(hidden, weight, bias, targets, temperatures, rule, chunk_tokens)
+    inside = score_in_sets(
+        hidden[sets.tokens], weight, temperatures[sets.tokens], sets, bias=bias, rule=rule, chunk_tokens=chunk_tokens
+    )
+    if len(sets.tokens) == len(targets):
+        return inside
+    rest = torch.ones_like(targets, dtype=torch.bool).index_fill_(0, sets.tokens, False).nonzero()[:, 0]
+    outside = _ScoreTokens.apply(
+        hidden[rest], weight, bias, targets[rest], temperatures[rest], rule, chunk_tokens
+    )
+    places = torch.cat([sets.tokens, rest])
+    logprobs, entropy = (
+        torch.zeros_like(temperatures, dtype=one.dtype).index_copy(0, places, torch.cat([one, other]))
+        for one, other in zip(inside, outside, strict=True)
+    )
+    return logprobs, entropy
 
 
 @torch.no_grad()
 def inspect_tokens(
     hidden: Tensor, weight: Tensor, temperatures: Tensor, *, bias: Tensor | None = None, rule: LogitRule = PLAIN,
-    chunk_tokens: int = 1024, keep_all: bool = False,
+    chunk_tokens: int = 1024, keep_all: bool = False, sets: TokenSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of squared probabilities of each token's distribution [M]; with `keep_all` also its log-probs [M, V]."""
     inverse = temperatures.to(torch.promote_types(hidden.dtype, torch.float32)).reciprocal()
@@ -51,15 +71,23 @@ def inspect_tokens(
         squares[part] = (2.0 * log_p).exp().sum(-1)
         if keep_all:
             kept.append(log_p)
-    if not keep_all:
-        return squares, None
-    return squares, torch.cat(kept) if kept else squares.new_zeros(0, weight.shape[0])
+    everything = (torch.cat(kept) if kept else squares.new_zeros(0, weight.shape[0])) if keep_all else None
+    if sets is not None:
+        log_p = logprobs_in_sets(
+            hidden[sets.tokens], weight, temperatures[sets.tokens], sets, bias=bias, rule=rule,
+            chunk_tokens=chunk_tokens,
+        )
+        squares[sets.tokens] = torch.zeros_like(squares[sets.tokens]).index_add_(0, sets.owner, (2.0 * log_p).exp())
+        if everything is not None:
+            everything[sets.tokens] = float("-inf")
+            everything[sets.tokens[sets.owner], sets.ids] = log_p
+    return squares, everything
 
 
 @torch.no_grad()
 def mass_below(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, *, bias: Tensor | None = None,
-    rule: LogitRule = PLAIN, chunk_tokens: int = 1024,
+    rule: LogitRule = PLAIN, chunk_tokens: int = 1024, sets: TokenSets | None = None,
 ) -> Tensor:
     """Probability of all ids smaller than each target [M]: where its part of the cumulative distribution begins."""
     inverse = temperatures.to(torch.promote_types(hidden.dtype, torch.float32)).reciprocal()
@@ -67,6 +95,13 @@ def mass_below(
     for part in _parts(len(inverse), chunk_tokens):
         probs = _logits(hidden[part], weight, bias, rule, inverse[part]).softmax(-1)
         mass[part] = (probs * (ids < targets[part, None])).sum(-1)
+    if sets is not None:
+        probs = logprobs_in_sets(
+            hidden[sets.tokens], weight, temperatures[sets.tokens], sets, bias=bias, rule=rule,
+            chunk_tokens=chunk_tokens,
+        ).exp()
+        below = probs * (sets.ids < targets[sets.tokens][sets.owner])
+        mass[sets.tokens] = torch.zeros_like(mass[sets.tokens]).index_add_(0, sets.owner, below)
     return mass
 
 

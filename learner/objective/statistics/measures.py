@@ -44,6 +44,10 @@ def measure(meter: Meter, tokens: TokenBatch, terms: LossTerms, *, version: int,
     fresh = tokens.mask & ~removed["lag"] if "lag" in removed else tokens.mask
     add_lags(meter, tokens.micro.versions, fresh, version)
     _add_drift_by_lag(meter, tokens, fresh)
+    if tokens.micro.sets is not None:
+        sizes = tokens.micro.sets.sizes
+        meter.add("rollout/set_size", float(sizes.double().mean()), len(sizes))
+        meter.add("rollout/set_size_max", int(sizes.max()))
 
 
 def _sums(tokens: TokenBatch, terms: LossTerms, cap: float) -> dict[str, tuple[Tensor, ...]]:

@@ -32,7 +32,7 @@ def test_empirical_frequencies_match_the_distribution(sampling):
     count = 20_000
     plan = SamplingPlan([sampling] * count)
 
-    tokens, logprobs = draw(LOGITS.expand(count, -1), plan, numbers(count))
+    tokens, logprobs, _ = draw(LOGITS.expand(count, -1), plan, numbers(count))
 
     probs = processed_logprobs(LOGITS[None], SamplingPlan([sampling]))[0].double().exp()
     seen = torch.bincount(tokens, minlength=len(LOGITS)).double()
@@ -89,10 +89,10 @@ def test_a_row_is_the_same_alone_and_among_others(samplings, seed):
     logits = torch.randn(len(samplings), 40, generator=torch.Generator().manual_seed(seed)) * 3
     chance = numbers(len(samplings), seed)
 
-    tokens, logprobs = draw(logits, SamplingPlan(samplings), chance)
+    tokens, logprobs, _ = draw(logits, SamplingPlan(samplings), chance)
 
     for row, sampling in enumerate(samplings):
-        token, logprob = draw(logits[row : row + 1], SamplingPlan([sampling]), chance[row : row + 1])
+        token, logprob, _ = draw(logits[row : row + 1], SamplingPlan([sampling]), chance[row : row + 1])
         assert tokens[row] == token[0]
         assert logprobs[row] == logprob[0]
         assert math.isfinite(logprob[0])
@@ -103,7 +103,7 @@ def test_a_row_is_the_same_alone_and_among_others(samplings, seed):
 @pytest.mark.parametrize("number", [0.0, 0.5, 1.0 - 2.0**-53])
 def test_a_token_of_probability_zero_is_never_drawn(number):
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
-    tokens, logprobs = draw(logits, SamplingPlan([Sampling()]), np.array([number]))
+    tokens, logprobs, _ = draw(logits, SamplingPlan([Sampling()]), np.array([number]))
     assert tokens[0] in (1, 3)
     assert logprobs[0].item() == pytest.approx(math.log(0.5))
 
@@ -114,7 +114,7 @@ def test_a_large_vocabulary_is_inverted_as_one_cumulative_sum(vocab):
     logits[:, torch.rand(vocab, generator=torch.Generator().manual_seed(1)) < 0.3] = -math.inf
     logits[:, 512:600] = -math.inf  # the end of a block, or all of the last one
     count = 20_000
-    drawn, _ = draw(logits.expand(count, -1), SamplingPlan([Sampling()] * count), numbers(count))
+    drawn, *_ = draw(logits.expand(count, -1), SamplingPlan([Sampling()] * count), numbers(count))
     cumulative = torch.softmax(logits[0].double(), -1).cumsum(0).numpy()
     below = np.concatenate([[0.0], cumulative[:-1]])
     own = numbers(count) * cumulative[-1]
@@ -130,7 +130,7 @@ def test_a_large_vocabulary_is_inverted_as_one_cumulative_sum(vocab):
 def test_the_only_possible_token_of_a_large_vocabulary_is_drawn(likely, number):
     logits = torch.full((1, 2501), -math.inf)
     logits[0, likely] = 4.0
-    tokens, logprobs = draw(logits, SamplingPlan([Sampling()]), np.array([number]))
+    tokens, logprobs, _ = draw(logits, SamplingPlan([Sampling()]), np.array([number]))
     assert tokens.tolist() == [likely] and logprobs.tolist() == [0.0]
 
 
@@ -150,7 +150,7 @@ def test_the_given_logits_are_left_as_they_were():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_numbers_give_a_logprob_that_is_not_finite(temperature):
     logits = torch.full((1, 5), float("nan"))
-    _, logprobs = draw(logits, SamplingPlan([Sampling(temperature)]), np.array([0.3]))
+    _, logprobs, _ = draw(logits, SamplingPlan([Sampling(temperature)]), np.array([0.3]))
     assert math.isnan(logprobs[0])
 
 

@@ -22,7 +22,7 @@ from learner.objective.statistics.agreements import Agreements
 from learner.ranks.mesh import Ranks
 from streamrl.config.load import load_config
 from streamrl.config.rules import largest_max_lag
-from streamrl.messages import GroupOrigin
+from streamrl.messages import GroupOrigin, Sampling
 from streamrl.messages.codec import encode
 from streamrl.messages.draws import draw_gaps, member_seed, uniforms
 from tests.unit.actors.fakes import lease
@@ -30,7 +30,7 @@ from tests.unit.engines.tiny_models import VOCAB, character_tokenizer, engine_fo
 from tests.unit.learner.test_ratio_at_lag_zero import two_turns
 
 pytestmark = pytest.mark.timeout(60)
-SEED, VERSION = 5, 1
+SEED, VERSION, FULL = 5, 1, Sampling()
 CONFIG = ("experiment=quickstart", "env.max_turns=2", "rollout.train.sampling.max_new_tokens=24", f"run.seed={SEED}")
 
 
@@ -38,7 +38,7 @@ def config_of(share: float = 1.0):
     return load_config([*CONFIG, f"trust.audit_share={share}"])
 
 
-def sample(path, dtype: torch.dtype = torch.float32):
+def sample(path, dtype: torch.dtype = torch.float32, sampling: Sampling = FULL):
     """(model directory, groups that a real engine with these weights sampled, as version 1)."""
     config, model, tokenizer = config_of(), qwen3().to(dtype), character_tokenizer()
 
@@ -47,7 +47,8 @@ def sample(path, dtype: torch.dtype = torch.float32):
             rules, groups = episode_rules(config, config.rollout.train.sampling), []
             for number in range(24):
                 runner = EpisodeRunner(two_turns(), engine, Renderer(tokenizer), rules)
-                groups.append(await run_group(lease(number, seeds=(member_seed(SEED, number, 0),)), runner))
+                leased = lease(number, seeds=(member_seed(SEED, number, 0),), sampling=sampling)
+                groups.append(await run_group(leased, runner))
                 runner.executor.close()
             return groups
 
@@ -103,6 +104,13 @@ def test_an_honest_actor_agrees_with_the_version_that_it_names(sampled):
     assert difference < 1e-4
     assert num_drawn == sum(int((row.turns[row.mask] == 0).sum()) for row in rows) < num_tokens
     assert num_other == 0
+
+
+def test_tokens_of_truncated_sampling_agree_and_are_drawn_again_within_their_sets(tmp_path):
+    sampling = Sampling(top_p=0.8, top_k=40, min_p=0.01)
+    num_tokens, difference, num_drawn, num_other = audited(*sample(tmp_path, sampling=sampling))
+    assert num_tokens > 256 and difference < 1e-4
+    assert num_drawn > 256 and num_other == 0
 
 
 def test_an_engine_in_bfloat16_stays_far_within_the_limits(tmp_path):

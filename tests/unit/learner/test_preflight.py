@@ -81,7 +81,9 @@ MISTAKES = {
     "text for a number": ([QUICKSTART, "trainer.num_steps=ten"], "trainer.num_steps=ten must be a whole number"),
     "negative learning rate": ([QUICKSTART, "policy.optimizer.lr=-1"], "policy.optimizer.lr=-1"),
     "greedy training": ([QUICKSTART, "rollout.train.sampling.temperature=0"], "use more than 0"),
-    "truncated training": ([QUICKSTART, "rollout.train.sampling.top_p=0.9"], "leave top_p at 1.0"),
+    "truncated training": (
+        [QUICKSTART, "actors.engine=vllm", "rollout.train.sampling.top_p=0.9"], "use actors.engine=native, or leave",
+    ),
     "one answer per group": ([QUICKSTART, "rollout.num_responses_per_prompt=1"], "use at least 2"),
     "answers beyond the budget": (
         [QUICKSTART, "rollout.train.sampling.max_new_tokens=9000"], "raise the budget or lower the lengths",

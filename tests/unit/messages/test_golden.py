@@ -14,7 +14,7 @@ from streamrl.messages import PROTOCOL
 from streamrl.messages.codec import MAGIC, PREAMBLE, Decoder, encode
 from tests.unit.messages.examples import GOLDEN, WITHOUT_KIND, frame_of, messages, structs
 
-FRAMES, FIELDS = (json.loads(GOLDEN.read_text())[key] for key in ("frames", "fields"))
+FRAMES, FIELDS, OLDER = (json.loads(GOLDEN.read_text())[key] for key in ("frames", "fields", "older"))
 NEW = "run python -m tests.unit.messages.examples to record it (after an appended field: take the old frame out first)"
 
 
@@ -28,6 +28,19 @@ def test_an_old_frame_is_understood_and_encoded_again_to_the_same_bytes(name):
     else:
         cls = next(cls for cls in WITHOUT_KIND if cls.__name__ == name)
         assert msgspec.msgpack.encode(msgspec.msgpack.decode(frame, type=cls)) == frame
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_a_frame_from_before_a_field_was_appended_is_understood(name):
+    def begins(old, new):  # appended fields stand at the end of every level
+        if isinstance(old, list):
+            return len(old) <= len(new) and all(begins(*pair) for pair in zip(old, new, strict=False))
+        return old == new
+
+    frame = bytes.fromhex(OLDER[name])
+    message = Decoder({int(name.split()[0]): messages()[name]}).decode(frame)
+    old, new = (msgspec.msgpack.decode(one[PREAMBLE.size :]) for one in (frame, bytes(encode(message))))
+    assert old != new and begins(old, new)
 
 
 ENUM_FIELDS = [

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from streamrl.errors import ContentError
 from streamrl.messages import (
+    EVAL_BIT,
     Group,
     Limits,
     Member,
@@ -26,6 +27,7 @@ from streamrl.messages import (
 )
 from streamrl.messages import validate as group_checks
 from streamrl.messages.codec import pack_ids, pack_logprobs
+from streamrl.messages.sampled_sets import pack_sets, unpack_sets
 from streamrl.messages.validate import VersionTokens, check_group
 from tests.unit.hub.factories import STEADY
 
@@ -65,6 +67,9 @@ def changed(**changes: object) -> Member:
     return msgspec.structs.replace(HONEST, **changes)
 
 
+TOP = Sampling(top_k=4)
+THE_REST = [np.array(ids) for ids in ([11, 12], [0, 12, 49], [14], [3, 15])]
+SETS = pack_sets([np.array([10]), *THE_REST])
 NAN, INF = float("nan"), float("inf")
 BROKEN = {
     "empty": group(),
@@ -97,6 +102,10 @@ BROKEN = {
     "sequence_prompt_missing": group(changed(sequences=(sequence(4, ()),))),
     "sequence_prompt_length": group(changed(sequences=(SequenceStart(4, b"\0" * 5),))),
     "sequence_prompt_vocabulary": group(changed(sequences=(sequence(4, (1, 50)),))),
+    "set_missing": group(HONEST, sampling=TOP),
+    "set_length": group(changed(sets=SETS[:-1]), sampling=TOP),
+    "set_ids": group(changed(sets=pack_sets([np.array([10, 10, 11]), *THE_REST])), sampling=TOP),
+    "set_token": group(changed(sets=pack_sets([np.array([9, 11]), *THE_REST])), sampling=TOP),
     "reward_finite": group(changed(reward=INF)),
     "turn_reward_finite": group(changed(turns=turns((0, 4, NAN), (4, 7, 1.0)))),
     "score_finite": group(changed(scores={"correct": -INF})),
@@ -112,6 +121,32 @@ def test_an_honest_group_gives_its_facts():
 
     assert (facts.index, facts.num_tokens, facts.num_action_tokens, facts.reward) == (0, 10, 5, 1.5)
     assert facts.spans == (VersionTokens(1, 4, 2), VersionTokens(1, 5, 2), VersionTokens(2, 5, 1))
+
+
+def test_sets_travel_in_two_bytes_an_id_or_four_where_ids_are_larger():
+    assert len(SETS) == 2 * 5 + 2 * 9
+    check_group(group(changed(sets=SETS), sampling=TOP), LIMITS, range(2))
+    large = [np.array([1, 70_000]), np.array([5])]
+    assert len(pack_sets(large)) == 2 * 2 + 4 * 3
+    for sets in (large, THE_REST):
+        sizes, ids = unpack_sets(pack_sets(sets), len(sets))
+        assert [one.tolist() for one in np.split(ids, sizes.cumsum()[:-1])] == [one.tolist() for one in sets]
+    evaluation = msgspec.structs.replace(group(HONEST, sampling=TOP), group_id=EVAL_BIT | 3)
+    check_group(evaluation, LIMITS, range(2))  # no ratio is taken of evaluations
+
+
+@pytest.mark.parametrize("sets", [
+    pack_sets([np.array([10]), np.array([12, 11]), *THE_REST[1:]]), pack_sets([np.array([10, 50]), *THE_REST]),
+    pack_sets([np.array([10, 11]), np.array([], dtype=np.int64), *THE_REST[1:]]),
+])
+def test_a_set_is_ascending_within_the_vocabulary_and_not_empty(sets):
+    with pytest.raises(ContentError, match="not ascending or not within 50 ids"):
+        check_group(group(changed(sets=sets), sampling=TOP), LIMITS, range(2))
+
+
+def test_sets_of_the_whole_distribution_are_refused():
+    with pytest.raises(ContentError, match="names sets of ids and was drawn"):
+        check_group(group(changed(sets=SETS)), LIMITS, range(2))
 
 
 def test_the_prompts_of_all_sequences_count_and_actions_count_once():
@@ -173,7 +208,8 @@ def test_each_rule_is_caught_under_its_own_name(check):
 
 @pytest.mark.parametrize("check", [name for name, broken in BROKEN.items() if broken.members and name != "sampling"])
 def test_the_member_that_breaks_a_rule_is_named_among_honest_ones(check):
-    sound = [changed(index=index) for index in (0, 1, 3)]
+    sampling = BROKEN[check].sampling
+    sound = [changed(index=index, sets=SETS if sampling == TOP else b"") for index in (0, 1, 3)]
     broken = BROKEN[check].members[-1]
     if check.startswith("member_"):
         named = broken.index
@@ -183,7 +219,7 @@ def test_the_member_that_breaks_a_rule_is_named_among_honest_ones(check):
         named, sound[0] = 0, changed(index=0, prompt_ids=b"")
 
     with pytest.raises(ContentError, match=f"member {named}") as caught:
-        check_group(group(*sound[:2], broken, sound[2]), LIMITS, range(4))
+        check_group(group(*sound[:2], broken, sound[2], sampling=sampling), LIMITS, range(4))
 
     assert caught.value.check == check
 

@@ -16,7 +16,7 @@ from learner.hub.ledger.tables.versions import LagBounds
 from streamrl.errors import WireError
 from streamrl.messages import TO_HUB, Group
 from streamrl.messages.codec import Decoder
-from streamrl.messages.validate import check_group, is_full
+from streamrl.messages.validate import check_group, is_scorable
 from streamrl.stream.records import GroupMoved
 
 GROUPS = Decoder({Group.KIND: TO_HUB[Group.KIND]}, max_bytes=1 << 32)
@@ -141,7 +141,7 @@ class GroupLifecycle:
             check_group(group, self.settings.limits, _ANY_MEMBER)
         except WireError as error:
             return str(error)
-        return None if is_full(group.sampling) else f"group {group.group_id} was drawn with {group.sampling}"
+        return None if is_scorable(group.sampling) else f"group {group.group_id} was drawn with {group.sampling}"
 
     def _make_ready(self, record: GroupRecord) -> None:
         if record.state is not GroupState.READY:
