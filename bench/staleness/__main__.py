@@ -1,6 +1,7 @@
 """Does learning survive stale data, and which correction keeps it alive? See docs/staleness.md.
 
 Run: python -m bench.staleness [--quick] [--resume] [--publish] [--workers 2]
+     python -m bench.staleness --charts     draws the committed results again
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few updates, one seed: checks that it runs")
     parser.add_argument("--resume", action="store_true", help="keep the finished jobs of an interrupted run")
     parser.add_argument("--publish", action="store_true", help="replace the committed results by these")
+    parser.add_argument("--charts", action="store_true", help="only draw the charts of the committed results again")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--out", type=Path, help="folder of the results; runs/staleness/full (or quick) by default")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -40,6 +42,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     folder = arguments.out or ROOT / "runs" / "staleness" / ("quick" if arguments.quick else "full")
     wanted, began = jobs(quick=arguments.quick), time.perf_counter()
+    if arguments.charts:
+        parts = json.loads((COMMITTED / "results.json").read_text())["parts"]
+        write_charts(parts, COMMITTED, eval_every=wanted[0].plan.eval_every)
+        return 0
     run_all(wanted, folder / "jobs", num_workers=arguments.workers, quick=arguments.quick, resume=arguments.resume)
     results = collect(wanted, folder / "jobs", wall_s=time.perf_counter() - began, workers=arguments.workers,
                       resumed=arguments.resume)  # fmt: skip

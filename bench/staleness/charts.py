@@ -25,6 +25,10 @@ RATIO_ONLY = ("none", "token_tis", "seq_tis", "icepop", "decoupled_ppo", "vespo"
 TRUST_REGION = (
     "none", "stream_default", "m2po", "dppo_tv", "vtrace_critic_free_clip", "vtrace_critic_clip", "retrace_v_clip",
 )  # fmt: skip
+FIRST_SCREEN = {
+    "stream_default": "stream_default", "decoupled_ppo": "decoupled PPO", "token_tis": "truncated ratio (TIS)",
+    "none": "no correction", "impala": "impala",
+}
 SHOWN = ("none", "token_tis", "seq_tis", "vtrace_critic_free", "impala", "dppo_tv", "stream_default", "m2po")
 
 Runs = Sequence[Mapping[str, Any]]
@@ -34,6 +38,7 @@ def write_charts(parts: Mapping[str, Runs], folder: Path, *, eval_every: int) ->
     """Write every chart of the experiment into `folder`."""
     lag = max(record["lag"] for record in parts["A"])
     charts = {
+        "score_by_lag": _by_age("Final score by the age of the data (simulation, 3 seeds)", parts["A"]),
         "score_by_lag_ratio_only": _by_lag("Final score: ratio corrections without a bound", parts["A"], RATIO_ONLY),
         "score_by_lag_trust_region": _by_lag("Final score: updates bounded around mu", parts["A"], TRUST_REGION),
         f"learning_at_lag_{lag}": _over_time(f"Score at lag {lag}", parts["A"], lag, "scores", eval_every),
@@ -74,6 +79,16 @@ def _by_lag(title: str, records: Runs, arms: Sequence[str]) -> str:
         xs = [math.log2(1 + lag) for lag, _ in points]
         curves.append(Curve(arm, xs, [score for _, score in points], color, dots=True))
     return line_chart(title, curves, x_label="log2(1 + lag): 0, 1, 4, 8, 16, 32, 64 updates", y_label="score",
+                      from_zero=True)  # fmt: skip
+
+
+def _by_age(title: str, records: Runs) -> str:
+    finals = by(records, "arm", "lag")
+    curves = []
+    for color, (arm, name) in enumerate(FIRST_SCREEN.items()):
+        points = sorted((lag, spread.mean) for (one, lag), spread in finals.items() if one == arm)
+        curves.append(Curve(name, [lag for lag, _ in points], [score for _, score in points], color, dots=True))
+    return line_chart(title, curves, x_label="lag: updates between sampling and training", y_label="score",
                       from_zero=True)  # fmt: skip
 
 

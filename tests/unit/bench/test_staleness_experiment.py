@@ -285,7 +285,7 @@ def test_jobs_become_tables_charts_and_a_comparison_that_can_fail(tmp_path):
     stored = json.loads((tmp_path / "results.json").read_text())
     text = (tmp_path / "tables.md").read_text()
     assert all(f"`{arm}`" in text for arm in arms.ARMS)
-    assert len(list(tmp_path.glob("*.svg"))) == 6
+    assert len(list(tmp_path.glob("*.svg"))) == 7
     assert (tmp_path / "step_change_lag.svg").read_text().startswith("<svg xmlns")
     assert comparison(results["parts"], stored["parts"])[-1].endswith("bit-identical, reproduced")
     for record in stored["parts"]["A"]:
