@@ -1,4 +1,4 @@
-"""Rules on devices: what contradicts itself, and which GPUs the processes of a launched run get."""
+"""Rules on engines and devices: what contradicts itself, and which GPUs the processes of a launched run get."""
 
 from __future__ import annotations
 
@@ -15,6 +15,19 @@ def gpus_per_engine(config: Config) -> int:
         return config.launch.gpus_per_actor or 1 if ":" in config.actors.engine else 1
     given = config.actors.vllm
     return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
+
+
+def check_engine(config: Config) -> None:
+    """Raise ConfigError for the first setting that the actors' engine cannot serve."""
+    sampling, name = config.rollout.train.sampling, "rollout.train.sampling"
+    # vLLM 0.32 has `return_sampling_mask`: in its second model runner alone, and then for all requests of the engine.
+    for key, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+        if config.actors.engine == "vllm" and (value := getattr(sampling, key)) != off:
+            raise ConfigError(
+                f"{name}.{key}={value} with actors.engine=vllm: the learner must know which ids {key} left, and vLLM "
+                "tells it on GPUs alone, in an engine that then refuses greedy answers and the weight probe: use "
+                f"actors.engine=native, or leave {key} at {off} (rollout.test.sampling.{key} is free)"
+            )
 
 
 def check_devices(config: Config) -> None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import fields, replace
 
 from streamrl.config.addresses import check_endpoint, is_address, is_loopback, is_wildcard
-from streamrl.config.devices import check_devices
+from streamrl.config.devices import check_devices, check_engine
 from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import (
     AdaptiveRule,
@@ -109,6 +109,7 @@ def check(config: Config) -> None:
     _check_names(config)
     _check_hub(config)
     check_endpoint(config.actors.endpoint, config.env.agent)
+    check_engine(config)
     check_devices(config)
     _check_lora(config)
 
@@ -135,7 +136,7 @@ def _check_ranges(config: Config) -> None:
         accuracy is None or (len(accuracy) == 2 and accuracy[0] < accuracy[1]),
         f"filter.accuracy_range={accuracy} must be two numbers, the lower one first, e.g. [0.01,0.99]",
     )
-    _check_train_sampling(config)
+    _check_train_sampling(config.rollout.train.sampling)
     _need(
         config.eval.pin or config.eval.pin_s == EvalConfig().pin_s,
         f"eval.pin_s={config.eval.pin_s:g} does nothing with eval.pin=false: leave one of them out",
@@ -147,8 +148,8 @@ def _check_ranges(config: Config) -> None:
     )
 
 
-def _check_train_sampling(config: Config) -> None:
-    sampling, name = config.rollout.train.sampling, "rollout.train.sampling"
+def _check_train_sampling(sampling: SamplingConfig) -> None:
+    name = "rollout.train.sampling"
     _need(
         sampling.temperature > 0,
         f"{name}.temperature=0 is greedy: all members of a group would be the same; use more than 0",
@@ -158,16 +159,6 @@ def _check_train_sampling(config: Config) -> None:
         f"{name}.top_k={sampling.top_k} is above {name}.max_kept={sampling.max_kept}, the most ids of a token that "
         "travel to the learner: lower the one or raise the other",
     )
-    # vLLM 0.32 has `return_sampling_mask`: in its second model runner alone, and then for all requests of the engine.
-    for key, value, off in (
-        ("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, -1), ("min_p", sampling.min_p, 0.0)
-    ):
-        _need(
-            config.actors.engine != "vllm" or value == off,
-            f"{name}.{key}={value} with actors.engine=vllm: the learner must know which ids {key} left, and vLLM tells "
-            "it on GPUs alone, in an engine that then refuses greedy answers and the weight probe: use "
-            f"actors.engine=native, or leave {key} at {off} (rollout.test.sampling.{key} is free)",
-        )
 
 
 def _check_data(config: Config) -> None:
