@@ -16,7 +16,7 @@ import torch
 from actors.render import Renderer
 from actors.rollout import run_group, sendable
 from streamrl.environment import ChatMessage, Step
-from streamrl.messages import TO_HUB, Limits, MemberStatus, Outcome, ReturnReason, Sampling, Span, Turn
+from streamrl.messages import TO_HUB, Limits, MemberStatus, Outcome, Purpose, ReturnReason, Sampling, Span, Turn
 from streamrl.messages.codec import Decoder, encode, unpack_ids, unpack_logprobs
 from streamrl.transport.session import ActorSession
 from tests.unit.actors.fakes import (
@@ -368,7 +368,7 @@ def test_stop_strings_sampling_and_lengths_reach_the_engine_as_they_are():
         engine = await installed_engine()
         sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.01)
         runner = make_runner(always(), engine, stop=("END", "."), ignore_eos=True, max_new_tokens=7)
-        await run_group(lease(sampling=sampling, seeds=(99,)), runner)
+        await run_group(lease(sampling=sampling, seeds=(99,), purpose=Purpose.EVAL), runner)  # it returns no sets
         (request,) = engine.requests
         assert (request.stop, request.ignore_eos, request.max_new_tokens) == (("END", "."), True, 7)
         assert (request.sampling, request.seed) == (sampling, 99)
