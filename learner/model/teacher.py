@@ -11,23 +11,26 @@ import torch
 from learner.model.config_file import model_config
 from learner.model.policy import Policy, load_policy
 from learner.model.reference import FrozenPolicy
+from learner.model.remote_teacher import SETTING, RemoteTeacher
 from learner.ranks.mesh import Ranks
 from streamrl.errors import ConfigError
 
-SETTING = "distill.teacher"
-
 
 def load_teacher(
-    path: str | Path, policy: Policy, model_dir: Path, ranks: Ranks, *, passes: Mapping[str, Any], dtype: torch.dtype
+    path: str | Path, policy: Policy, model_dir: Path, ranks: Ranks, *, passes: Mapping[str, Any], dtype: torch.dtype,
+    temperature: float = 1.0,
 ) -> FrozenPolicy:
-    """The teacher, sharded as the policy is.
+    """The teacher, sharded as the policy is; or the one that a server has, where `path` is its address.
 
     Args:
         model_dir: where the policy came from, with its tokenizer.
         passes: how the policy makes them, as `learner.model.policy.pass_options` says.
+        temperature: at which the policy samples.
     Raises:
         ConfigError: no such checkpoint, or one with other tokens.
     """
+    if is_url(path):
+        return _remote(str(path), model_dir, temperature)
     check_teacher(path, model_dir)
     try:
         model = load_policy(path, dtype=dtype, masters=dtype, ranks=ranks, **passes)
@@ -41,8 +44,25 @@ def load_teacher(
     return FrozenPolicy(model, name="teacher")
 
 
-def check_teacher(path: str | Path, model_dir: Path) -> None:
+def is_url(path: str | Path) -> bool:
+    """Whether it is the address of a server."""
+    return str(path).startswith(("http://", "https://"))
+
+
+def _remote(url: str, model_dir: Path, temperature: float) -> RemoteTeacher:
+    if temperature != 1.0:
+        raise ConfigError(
+            f"{SETTING}={url} with rollout.train.sampling.temperature={temperature}: a server tells log-probs at "
+            "temperature 1 only; sample at 1, or give the teacher's checkpoint in place of its address."
+        )
+    return RemoteTeacher(url, model_dir)
+
+
+def check_teacher(path: str | Path, model_dir: Path, *, temperature: float = 1.0) -> None:
     """Raise ConfigError unless each token of the policy's tokenizer is the same one for the teacher."""
+    if is_url(path):
+        _remote(str(path), model_dir, temperature)
+        return
     from transformers import AutoTokenizer
 
     model_config(path, setting=SETTING)

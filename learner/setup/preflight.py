@@ -227,7 +227,8 @@ def check_models(config: Config, notify: Callable[[str], None]) -> None:
     if config.distill.teacher is not None and config.policy.model_path is not None:  # a tiny model is made later
         from learner.model.teacher import check_teacher
 
-        check_teacher(config.distill.teacher, Path(config.policy.model_path))
+        temperature = config.rollout.train.sampling.temperature
+        check_teacher(config.distill.teacher, Path(config.policy.model_path), temperature=temperature)
 
 
 def _check_tensor_parallel(config: Config) -> None:

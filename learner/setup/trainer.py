@@ -161,7 +161,8 @@ def load_networks(
         ),
         proximal=_proximal(policy, load, lora) if config.loss.anchor == "ewma" else None,
         teacher=None if config.distill.teacher is None else load_teacher(
-            config.distill.teacher, policy, model_dir, ranks, passes=passes, dtype=dtype
+            config.distill.teacher, policy, model_dir, ranks, passes=passes, dtype=dtype,
+            temperature=config.rollout.train.sampling.temperature,
         ),
     )
     if past.checkpoint is not None:

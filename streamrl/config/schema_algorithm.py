@@ -235,8 +235,8 @@ class ReferenceConfig:
 @dataclass
 class DistillConfig:
     teacher: str | None = None
-    """On-policy distillation: a frozen model with the policy's tokens (a local checkpoint, a name of the model hub, or
-    a version of a run as RUN@N), whose log-probs of what the policy sampled become advantages; null is off."""
+    """On-policy distillation: a frozen model with the policy's tokens, whose log-probs of what the policy sampled
+    become advantages: a checkpoint, a name of the model hub, RUN@N, or http://HOST:PORT/v1; null is off."""
     coef: float = ranged(1.0, gt=0)
     """Weight of `log teacher - log policy`, the advantage of each token."""
     center: bool = True

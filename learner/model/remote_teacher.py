@@ -1,0 +1,133 @@
+"""A teacher behind a server that tells log-probs of a prompt's tokens, in the form of vLLM's OpenAI-compatible one.
+
+    GET  URL/models        {"data": [{"id": ...}]}
+    POST URL/completions   {"model", "prompt": [ids], "max_tokens": 1, "prompt_logprobs": 0}
+                           {"choices": [{"prompt_logprobs": [null, {"<id>": {"logprob": ...}}, ...]}]}
+    POST ROOT/tokenize     {"model", "prompt": text, "add_special_tokens": false}  ->  {"tokens": [ids]}
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+
+from envs.rewards.services import HttpService
+from learner.data.packing import MicroBatch
+from learner.model.reference import FrozenPolicy
+from streamrl.errors import ConfigError, StreamrlError, TaskError
+
+SETTING = "distill.teacher"
+PROBE = "The quick brown fox: 12345 + 678 = ?\n\tdef f(x): return x ** 2  # naïve, 漢字"
+"""Both tokenizers must make the same ids of this text and of the policy's special tokens."""
+_TIMEOUT_S, _AT_ONCE = 300.0, 16
+
+
+class RemoteTeacher(FrozenPolicy):
+    """Scores what this rank trains on with one request a sequence, several at once.
+
+    Args:
+        url: up to `/v1`.
+        model_dir: the policy's, with its tokenizer.
+    Raises:
+        ConfigError: no such server answers, or its tokenizer makes other ids.
+    """
+
+    def __init__(self, url: str, model_dir: Path) -> None:
+        self.name, self._url = "teacher", url.rstrip("/")
+        options = {"timeout_s": _TIMEOUT_S, "max_concurrent": _AT_ONCE, "api_key_env": None, "name": SETTING}
+        self._completions = HttpService(f"{self._url}/completions", **options)
+        self._tokenize = HttpService(f"{self._url.removesuffix('/v1')}/tokenize", **options)
+        self._thread, self._runner = ThreadPoolExecutor(1), asyncio.Runner()  # a notebook's thread has a loop already
+        self._model = self._served_model()
+        self._check_tokenizer(model_dir)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Each request holds a whole sequence."""
+        return False
+
+    def score(self, batch: MicroBatch) -> Tensor:
+        """As `FrozenPolicy.score`. Raises StreamrlError: the server gave no log-probs, after several tries."""
+        logprobs = torch.zeros(batch.num_scored)
+        for place, value in self._run(self._scored(batch)):
+            logprobs[place] = value
+        return logprobs.to(batch.tokens.device)
+
+    async def _scored(self, batch: MicroBatch) -> list[tuple[int, float]]:
+        """(place in [M], log-prob) of every scored token."""
+        rows = sequences(batch)
+        replies = await asyncio.gather(*(
+            self._completions.post({
+                "model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0,
+            })
+            for ids, _ in rows
+        ))
+        told = [reply["choices"][0]["prompt_logprobs"] for reply in replies]
+        return [
+            (place, float(tokens[at][str(ids[at])]["logprob"]))
+            for (ids, scored), tokens in zip(rows, told, strict=True) for place, at in scored
+        ]
+
+    def _run(self, work: Any) -> Any:
+        try:
+            return self._thread.submit(self._runner.run, work).result()
+        except (TaskError, LookupError, TypeError, ValueError) as error:
+            raise StreamrlError(
+                f"{SETTING}={self._url} gave no log-probs of a prompt ({type(error).__name__}: {error}): look at the "
+                "server; it must take prompt_logprobs in /completions, as vLLM's does"
+            ) from error
+
+    def _served_model(self) -> str:
+        try:
+            reply = httpx.get(f"{self._url}/models", timeout=30.0, trust_env=False).raise_for_status()
+            return str(reply.json()["data"][0]["id"])
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{SETTING}={self._url}: no model is served there ({type(error).__name__}: {error}): start one, as "
+                "`vllm serve MODEL`, and give its address up to /v1, as http://HOST:8000/v1."
+            ) from error
+
+    def _check_tokenizer(self, model_dir: Path) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
+        text = PROBE + "".join(tokenizer.all_special_tokens)
+        payload = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        try:
+            theirs = self._thread.submit(self._runner.run, self._tokenize.post(payload)).result()["tokens"]
+        except (TaskError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{SETTING}={self._url} cannot be asked whether it has the policy's tokenizer ({error}): serve the "
+                "teacher with vLLM, whose /tokenize tells, or give its checkpoint in place of the address."
+            ) from error
+        mine = tokenizer.encode(text, add_special_tokens=False)
+        if list(theirs) != mine:
+            raise ConfigError(
+                f"{SETTING}={self._url} serves {self._model}, which has another tokenizer than the policy "
+                f"({model_dir}): of the same text it makes {list(theirs)[:8]} ..., and the policy's {mine[:8]} .... "
+                "The teacher scores the tokens that the policy sampled: serve one of the same family."
+            )
+
+
+def sequences(batch: MicroBatch) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    """Ids of each sequence of a micro-batch, and (place in [M], place in the sequence) of what is scored in it."""
+    lengths = torch.tensor(batch.packing.lengths)
+    ends = lengths.cumsum(0)
+    index, targets = batch.score_index.cpu(), batch.targets.tolist()
+    rows = [(part.tolist(), []) for part in batch.tokens.cpu().split(batch.packing.lengths)]
+    starts = (ends - lengths).tolist()
+    for place, (at, sequence) in enumerate(
+        zip(index.tolist(), torch.searchsorted(ends, index, right=True).tolist(), strict=True)
+    ):
+        ids, scored = rows[sequence]
+        after = at - starts[sequence] + 1
+        if after == len(ids):  # the last token was not packed: no state after it is needed
+            ids.append(targets[place])
+        scored.append((place, after))
+    return [row for row in rows if row[1]]
