@@ -225,7 +225,7 @@ def check_models(config: Config, notify: Callable[[str], None]) -> None:
         if path is not None:
             model_config(path, setting=setting)
     if config.distill.teacher is not None and config.policy.model_path is not None:  # a tiny model is made later
-        from learner.model.teacher import check_teacher
+        from learner.model.teacher.load import check_teacher
 
         temperature = config.rollout.train.sampling.temperature
         check_teacher(config.distill.teacher, Path(config.policy.model_path), temperature=temperature)

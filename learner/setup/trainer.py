@@ -25,7 +25,7 @@ from learner.model.optimizer import allocate_moments, make_optimizer, make_sched
 from learner.model.paths import compute_dtype, wire_dtype
 from learner.model.policy import Policy, load_policy, pass_options
 from learner.model.reference import FrozenPolicy, load_reference
-from learner.model.teacher import load_teacher
+from learner.model.teacher.load import load_teacher
 from learner.objective.kl_options import needs_reference
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective

@@ -11,7 +11,7 @@ import torch
 from learner.model.config_file import model_config
 from learner.model.policy import Policy, load_policy
 from learner.model.reference import FrozenPolicy
-from learner.model.remote_teacher import SETTING, RemoteTeacher
+from learner.model.teacher.remote import SETTING, RemoteTeacher
 from learner.ranks.mesh import Ranks
 from streamrl.errors import ConfigError
 

@@ -111,7 +111,7 @@ class RemoteTeacher(FrozenPolicy):
             raise ConfigError(
                 f"{SETTING}={self._url} serves {self._model}, which has another tokenizer than the policy "
                 f"({model_dir}): of the same text it makes {list(theirs)[:8]} ..., and the policy's {mine[:8]} .... "
-                "The teacher scores the tokens that the policy sampled: serve one of the same family."
+                "The teacher scores the tokens that the policy sampled: take one of the same family."
             )
 
 
