@@ -22,7 +22,7 @@ from torch import Tensor
 from learner.checkpoint.shards import reshard
 from learner.data.packing import MicroBatch, pack_minibatches
 from learner.data.trajectories import Trajectory
-from learner.model.gradients import BatchResult, optimizer_step, reduce_gradients
+from learner.model.gradients import BatchResult, GradientCosine, optimizer_step, reduce_gradients
 from learner.model.networks import Networks
 from learner.model.optimizer import Schedule
 from learner.model.policy import Policy
@@ -54,6 +54,7 @@ class TrainerSettings:
         ewma_decay: of the averaged policy, if there is one.
         sync_reference_every: batches after which the reference becomes the policy; 0 is never.
         num_critic_warmup_steps: batches of which only the critic learns.
+        gradient_cosine: compare each step's gradient with that of the step before.
         compute_dtype, wire_dtype: in which the policy computes, and in which actors get it.
     """
 
@@ -65,6 +66,7 @@ class TrainerSettings:
     ewma_decay: float = 0.0
     sync_reference_every: int = 0
     num_critic_warmup_steps: int = 0
+    gradient_cosine: bool = False
     compute_dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype = torch.float32
 
@@ -121,6 +123,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.clock = StepClock(self.ranks.activity)
+        self._cosine = GradientCosine() if self.settings.gradient_cosine else None
 
     @property
     def step(self) -> int:
@@ -192,7 +195,7 @@ class Trainer:
                 result = optimizer_step(
                     self.networks.policy, self.networks.optimizer, self.schedule, step=plan.version + number,
                     lr_scale=self.callbacks.lr_scale(meter), max_grad_norm=self.settings.max_grad_norm,
-                    ranks=self.ranks, frozen=self.warming_up,
+                    ranks=self.ranks, frozen=self.warming_up, cosine=self._cosine,
                 )
             total.merge(meter.totals_for_ranks())
             results.append(result)

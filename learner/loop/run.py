@@ -186,5 +186,7 @@ class Run(Callbacks):
             "hub/num_failed_publishes": float(publishing.num_failed),
             "throughput/published_bytes": float(publishing.nbytes), "meter/num_nonfinite": 0.0,
         })
+        if result.cosine is not None:
+            meter.add("policy/grad_cosine", result.cosine)
         self.recorder.step(step, meter, self.hub.status, version=self.version, epoch=self.learner_epoch)
         self.recorder.samples(step, self.samples.take())

@@ -21,6 +21,7 @@ class StepResult:
     grad_norm: float  # global norm before clipping; nan or inf if the step was skipped
     skipped: bool  # on all ranks if any gradient was not finite; weights and moments are untouched then
     lr: float
+    cosine: float | None = None  # to the gradient of the step before, if that was kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +47,43 @@ class BatchResult:
         return math.fsum(norms) / len(norms) if norms else self.steps[0].grad_norm
 
     @property
+    def cosine(self) -> float | None:
+        """Mean cosine of a step's gradient to that of the step before; None where none was measured."""
+        found = [step.cosine for step in self.steps if step.cosine is not None]
+        return math.fsum(found) / len(found) if found else None
+
+    @property
     def lr(self) -> float:
         """The learning rate of the last step."""
         return self.steps[-1].lr
 
 
+class GradientCosine:
+    """Compares each step's gradient with that of the step before, of which it keeps a copy: 4 bytes a parameter that is
+    trained in float32, on each rank those of its shards."""
+
+    def __init__(self) -> None:
+        self._before: list[Tensor] = []
+        self._norm = 0.0
+
+    def measure(self, gradients: list[Tensor], norm: float, ranks: Ranks) -> float | None:
+        """The cosine, None in the first step; a collective call. `norm` is of all gradients, and finite."""
+        parts = [local_part(one) for one in gradients]
+        found = None
+        if self._before and norm and self._norm:
+            sharded = whole = 0.0
+            for one, part, before in zip(gradients, parts, self._before, strict=True):
+                product = float((part * before).sum(dtype=torch.float64))
+                sharded, whole = (sharded + product, whole) if isinstance(one, DTensor) else (sharded, whole + product)
+            found = (ranks.sum_over_shards(sharded) + whole) / (norm * self._norm)
+        self._before, self._norm = [part.clone() for part in parts], norm
+        return found
+
+
 @torch.no_grad()
 def optimizer_step(
     module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule, *, step: int, max_grad_norm: float,
-    ranks: Ranks, lr_scale: float = 1.0, frozen: bool = False,
+    ranks: Ranks, lr_scale: float = 1.0, frozen: bool = False, cosine: GradientCosine | None = None,
 ) -> StepResult:
     """Clip the global gradient norm, step, and forget the gradients.
 
@@ -62,12 +91,14 @@ def optimizer_step(
         step: the optimizer step's number, counted from 0; the scheduled rate depends on nothing else.
         lr_scale: factor on the scheduled rate, for steps that trust their batch less.
         max_grad_norm: gradients are scaled down to this norm; 0 or less does not clip.
+        cosine: measures the gradient against that of the step before.
         frozen: measure and forget the gradients, but change nothing (a critic's warm-up).
     """
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     norm = grad_norm(gradients, ranks)
     lr = schedule.lr_at(step) * lr_scale
     skipped = not math.isfinite(norm)
+    turned = cosine.measure(gradients, norm, ranks) if cosine is not None and not skipped else None
     if not skipped and not frozen:
         if 0 < max_grad_norm < norm:
             torch._foreach_mul_([local_part(g) for g in gradients], max_grad_norm / (norm + 1e-6))
@@ -75,7 +106,7 @@ def optimizer_step(
             group["lr"] = lr
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(norm, skipped, 0.0 if frozen else lr)
+    return StepResult(norm, skipped, 0.0 if frozen else lr, turned)
 
 
 def reduce_gradients(module: nn.Module, now: bool) -> None:

@@ -80,7 +80,7 @@ def make_trainer(
         num_epochs=learner.num_epochs, max_grad_norm=policy.optimizer.max_grad_norm, reduce_once=learner.reduce_once,
         ewma_decay=config.loss.ewma_decay, sync_reference_every=config.reference.sync_every_steps,
         num_critic_warmup_steps=config.critic.num_warmup_steps,
-        compute_dtype=compute_dtype(policy.dtype, ranks.device),
+        gradient_cosine=learner.gradient_cosine, compute_dtype=compute_dtype(policy.dtype, ranks.device),
         wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
     )
     schedule = make_schedule(

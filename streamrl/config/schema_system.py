@@ -50,6 +50,9 @@ class LearnerConfig:
     forward pass if a control reads their ratios (`staleness.adaptive`, `policy.scheduler.ess_rule` ...); `always`
     (controls then see the other trajectories alone); or `never`. Where a KL or entropy term or a critic reads them,
     they keep both passes."""
+    gradient_cosine: bool = False
+    """Measure how far each step's gradient points along that of the step before (`policy/grad_cosine`), which old data
+    align; keeps a copy of the gradient, 4 bytes a trained parameter on the rank that holds it."""
     rank_timeout_s: float = ranged(600.0, gt=0)
     """Longest wait of a rank for the others before the process group gives up."""
     rank_silent_s: float = ranged(20.0, ge=0)

@@ -59,6 +59,7 @@ NEEDS = {
     "opsm": "`loss.opsm_delta`",
     "zscore": "`loss.zscore_bound`",
     "correction": "`loss.correction`",
+    "gradient_cosine": "`learner.gradient_cosine`",
     "kl": "`kl.mode`",
     "reference": "`kl.mode` or `constraint.kl_limit`",
     "distill": "`distill.teacher`",

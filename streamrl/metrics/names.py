@@ -131,6 +131,8 @@ SECTIONS: dict[str, list[Metric]] = {
         ("length/dispatched", "tokens", "mean", "Action tokens of a trajectory that came back, trained on or not."),
         ("length/truncated_fraction", "fraction", "mean", "Trained trajectories cut by a limit."),
         ("policy/grad_norm", "norm", "last", "Global gradient norm before clipping."),
+        ("policy/grad_cosine", "cosine", "last", "Cosine of the gradient to that of the optimizer step before; of a "
+                                                 "batch of several steps, their mean.", "gradient_cosine"),
         ("policy/lr", "rate", "last", "Learning rate of the policy."),
         ("constraint/*", "multiplier", "last", "Multiplier of a named constraint."),
         ("policy/num_tokens", "tokens", "sum", "Action tokens trained on in this step."),

@@ -120,6 +120,7 @@ def optimization(record: RunRecord) -> list[Chart]:
     return [
         _line(record, "Gradient norm", "norm", {"policy/grad_norm": "policy", "critic/grad_norm": "critic"},
               from_zero=True),
+        _line(record, "Gradient along that of the step before", "cosine", {"policy/grad_cosine": "policy"}),
         _line(record, "Entropy", "nats", {"entropy/mean": "policy"}, from_zero=True),
         _line(record, "Learning rate", "rate", {"policy/lr": "policy"}, smoothed=False, from_zero=True),
         _line(record, "Clipped tokens", "fraction", {"clip/positive": "positive advantage",
