@@ -59,7 +59,7 @@ def engine_spec(config: Config, model_dir: Path, tokenizer: object) -> EngineSpe
         max_tokens=longest_sequence(config), max_new_tokens=config.rollout.train.sampling.max_new_tokens, device=device,
         dtype=pick_dtype(actors.dtype, device), num_threads=actors.num_threads or None,
         install_policy=INSTALL_POLICY[actors.on_install], options=dict(actors.vllm),
-        memory_share=actors.gpu_memory_share,
+        memory_share=actors.gpu_memory_share, weights=actors.weights,
         num_device_documents=2 * bool(device_transports(actors.transports, setting="actors.transports")),
     )
 

@@ -45,6 +45,7 @@ class EngineSpec:
         max_tokens: prompt and new tokens of one sequence together.
         max_new_tokens: of one turn in training.
         device, dtype: where and in what type it computes.
+        weights: "full", or "int8": matrices are rounded to it as they come (`actors.weights`).
         num_threads: on a CPU; None leaves the choice to torch.
         install_policy: running sequences at an install: "continue" keeps their cache, "recompute" reads it again with
             the new weights, "drain" admits nothing, lets them finish, then installs. An engine that takes adapters
@@ -68,6 +69,7 @@ class EngineSpec:
     adapter: AdapterSpec | None = None
     memory_share: float | None = None
     num_device_documents: int = 0
+    weights: str = "full"
 
 
 @dataclass(frozen=True, slots=True)

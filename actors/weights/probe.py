@@ -34,13 +34,14 @@ _MOST_CHARS = 2000
 async def probe_engine(engine: Engine, document: Document, base: HeldBase | None = None) -> Probed | None:
     """Compare the engine with its document (and the base of that), and with the learner's probe if there is one.
 
-    Of an engine that got base and adapter merged, only log-probs can be compared.
+    Of an engine that got base and adapter merged, or that rounds its weights, only log-probs can be compared.
     Nothing may be installed meanwhile; sequences may run. None if there is nothing to compare by: no probe in the
     manifest or no `score`, and no `live_tensors`. Raises EngineError if the engine fails to score.
     """
     began, failures, differences = time.monotonic(), [], None
     probe = document.manifest.probe
     exposed = isinstance(engine, ExposesWeights) and (base is None or isinstance(engine, TakesAdapters))
+    exposed = exposed and not getattr(engine, "rounds_weights", False)
     for one in (document, *([base.document] if base is not None else [])) if exposed else ():
         wrong = await asyncio.to_thread(first_difference, engine.live_tensors(), one)
         failures += [wrong] if wrong else []

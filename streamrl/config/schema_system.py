@@ -15,6 +15,7 @@ OnInstall = StrEnum("OnInstall", ["keep", "recompute", "finish"])
 PublishWhen = StrEnum("PublishWhen", ["every_step", "every_optimizer_step", "drift"])
 Pruner = StrEnum("Pruner", ["none", "median", "asha"])
 BesideTraining = StrEnum("BesideTraining", ["auto", "always", "never"])
+RolloutWeights = StrEnum("RolloutWeights", ["full", "int8"])
 SkipZeroAdvantage = StrEnum("SkipZeroAdvantage", ["auto", "always", "never"])
 StreamFsync = StrEnum("StreamFsync", ["interval", "always", "never"])
 StreamKeep = StrEnum("StreamKeep", ["all", "recovery"])
@@ -92,6 +93,9 @@ class ActorsConfig:
     """Device of the engine: auto, cpu, cuda."""
     dtype: str = "auto"
     """Compute type of the engine; auto is float32 on a CPU."""
+    weights: RolloutWeights = RolloutWeights.full
+    """`int8` rounds the matrices of linear layers as they come, with a scale for each row: what rollouts in int8 would
+    sample, at the speed of `dtype` (native engine). `drift/mismatch` measures the difference, and ratios correct it."""
     gpu_memory_share: float | None = ranged(None, gt=0, le=1)
     """Part of its GPU's memory that the engine plans with; null is all that is free, or what `streamrl launch` sets
     where actors share a GPU (what the learner leaves, divided by them)."""

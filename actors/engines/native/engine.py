@@ -36,7 +36,7 @@ from actors.engines.native.forward import Forward
 from actors.engines.native.scheduler import Scheduler, Sequence
 from actors.engines.native.self_check import prepare
 from actors.engines.native.stopping import StopMatcher, decoder
-from actors.engines.native.weight_sets import WeightSets
+from actors.engines.native.weight_sets import WeightSets, linear_weights
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
 from streamrl.process_memory import keep_freed_memory
@@ -78,7 +78,7 @@ class NativeEngine:
         model: a transformers causal LM (see `build_model`); the engine owns it from here on.
         tokenizer: only for stop strings and its end-of-sequence id; None if neither is needed.
         prefill_tokens: prompt tokens that one forward pass reads at most (a longer prompt is read whole).
-        adapter: as in `EngineSpec`.
+        adapter, weights: as in `EngineSpec`.
     """
 
     name, returns_sets = "native", True
@@ -86,7 +86,7 @@ class NativeEngine:
     def __init__(
         self, model: torch.nn.Module, tokenizer: Any, *, max_num_seqs: int, max_tokens: int,
         device: torch.device | str = "cpu", num_threads: int | None = None, install_policy: str = "continue",
-        prefill_tokens: int = 2048, adapter: AdapterSpec | None = None,
+        prefill_tokens: int = 2048, adapter: AdapterSpec | None = None, weights: str = "full",
     ) -> None:
         check_install_policy(install_policy)
         _check_sizes(model, max_num_seqs, max_tokens)
@@ -96,7 +96,8 @@ class NativeEngine:
         self._decode = decoder(tokenizer) if tokenizer is not None else None
         prepare(model, max_tokens)
         model.requires_grad_(False).to(device).set_attn_implementation(ATTENTION_NAME)
-        self._weights = WeightSets(model)
+        self.rounds_weights = weights == "int8"
+        self._weights = WeightSets(model, linear_weights(model) if self.rounds_weights else ())
         self._adapters = AdapterSets(model, adapter) if adapter is not None else None
         self._scheduler = Scheduler(
             Forward(model, max_num_seqs, max_tokens, self._adapters), max_num_seqs, prefill_tokens,
@@ -126,6 +127,7 @@ class NativeEngine:
         return cls(
             model, spec.tokenizer, max_num_seqs=spec.max_num_seqs, max_tokens=spec.max_tokens, device=spec.device,
             num_threads=spec.num_threads, install_policy=spec.install_policy, adapter=spec.adapter,
+            weights=spec.weights,
         )
 
     # --- the asyncio side --------------------------------------------------------------------------------------

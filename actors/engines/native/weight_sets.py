@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -44,10 +44,31 @@ def check_document(tensors: Mapping[str, Any], live: Mapping[str, Tensor]) -> No
             raise WeightsError(f"{name} has type {given.dtype}, the model needs {own.dtype}. {_KEPT}")
 
 
-class WeightSets:
-    """Fills and swaps. `stage` may run in any thread, `swap` only where nothing is computing."""
+def linear_weights(model: torch.nn.Module) -> list[str]:
+    """Names of the matrices of all linear layers but the output layer, which embeddings may share."""
+    head = model.get_output_embeddings()
+    return [
+        f"{name}.weight" for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    ]
 
-    def __init__(self, model: torch.nn.Module) -> None:
+
+def round_to_int8_(weight: Tensor) -> None:
+    """Round to 255 levels in each row, even between plus and minus its largest magnitude: what int8 weights hold."""
+    wide = weight.float()
+    scale = wide.abs().amax(dim=1, keepdim=True).div_(127.0)
+    weight.copy_(torch.where(scale > 0, (wide / scale).round_() * scale, wide))
+
+
+class WeightSets:
+    """Fills and swaps. `stage` may run in any thread, `swap` only where nothing is computing.
+
+    Args:
+        rounded: names of matrices that are rounded to int8 as they come.
+    """
+
+    def __init__(self, model: torch.nn.Module, rounded: Sequence[str] = ()) -> None:
+        self._rounded = tuple(rounded)
         self.live: Mapping[str, Tensor] = MappingProxyType(checkpoint_tensors(model))
         """The tensors that serve now, by checkpoint name."""
         self._spare: Staged | None = None
@@ -63,6 +84,8 @@ class WeightSets:
         for name, target in staged.items():
             self._upload.copy(tensors[name], target)
         self._upload.finish()
+        for name in self._rounded:
+            round_to_int8_(staged[name])
         return staged
 
     def swap(self, staged: Staged, *, keep_spare: bool = True) -> None:

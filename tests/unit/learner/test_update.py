@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from learner.data.packing import pack
-from learner.model.gradients import optimizer_step
+from learner.model.gradients import BatchResult, GradientCosine, StepResult, grad_norm, optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer, make_schedule
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
@@ -135,3 +135,41 @@ def test_an_unknown_schedule_and_an_end_above_the_peak_are_refused():
         Schedule("cosine", 1.0, 10)
     with pytest.raises(ConfigError, match="min_lr=2.0"):
         Schedule("linear", 1.0, 10, min_lr=2.0)
+
+
+def cosine_of(one: list[list[float]], other: list[list[float]]) -> float:
+    """A transcription over lists of numbers."""
+    def product(left, right):
+        return sum(a * b for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))
+    return product(one, other) / math.sqrt(product(one, one) * product(other, other))
+
+
+GRADIENTS = [[[3.0, 4.0], [0.0]], [[4.0, 3.0], [0.0]], [[-8.0, -6.0], [0.0]], [[0.0, 0.0], [2.0]]]
+COSINES = [None, 0.96, -1.0, 0.0]
+
+
+def test_the_cosine_of_consecutive_gradients_is_that_of_all_parameters_together():
+    measured, before = GradientCosine(), None
+    for gradients, expected in zip(GRADIENTS, COSINES, strict=True):
+        tensors = [torch.tensor(one) for one in gradients]
+        found = measured.measure(tensors, grad_norm(tensors, ALONE), ALONE)
+        assert found == (None if expected is None else pytest.approx(expected, abs=1e-6))
+        assert found is None or found == pytest.approx(cosine_of(before, gradients), abs=1e-6)
+        before = gradients
+
+
+@pytest.mark.shows("learner.gradient_cosine")
+def test_a_step_measures_its_cosine_before_the_clip_only_if_asked_and_not_past_a_skipped_one():
+    layer = torch.nn.Linear(2, 1, bias=False)
+    optimizer = make_optimizer(layer, OptimizerConfig())
+    asked, found = GradientCosine(), []
+    for gradient in ([3.0, 4.0], [30.0, 40.0], [math.nan, 1.0], [4.0, 3.0]):
+        layer.weight.grad = torch.tensor([gradient])
+        result = optimizer_step(layer, optimizer, CONSTANT, step=0, max_grad_norm=1.0, ranks=ALONE, cosine=asked)
+        found.append(result.cosine)
+    assert found == [None, pytest.approx(1.0), None, pytest.approx(0.96)], "the last is to the second, not to nan"
+    results = tuple(StepResult(1.0, False, 1e-3, one) for one in found)
+    assert BatchResult(results).cosine == pytest.approx(0.98)
+    layer.weight.grad = torch.tensor([[3.0, 4.0]])
+    plain = optimizer_step(layer, optimizer, CONSTANT, step=0, max_grad_norm=1.0, ranks=ALONE)
+    assert plain.cosine is None and BatchResult((plain,)).cosine is None
