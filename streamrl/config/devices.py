@@ -19,6 +19,11 @@ def gpus_per_engine(config: Config) -> int:
 
 def check_engine(config: Config) -> None:
     """Raise ConfigError for the first setting that the actors' engine cannot serve."""
+    if config.actors.weights != "full" and config.actors.engine != "native":
+        raise ConfigError(
+            f"actors.weights={config.actors.weights} is rounded by the native engine alone, and actors.engine is "
+            f"{config.actors.engine}: vLLM has actors.vllm.quantization, or leave actors.weights=full"
+        )
     sampling, name = config.rollout.train.sampling, "rollout.train.sampling"
     # vLLM 0.32 has `return_sampling_mask`: in its second model runner alone, and then for all requests of the engine.
     for key, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):

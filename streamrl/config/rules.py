@@ -202,11 +202,6 @@ def _check_names(config: Config) -> None:
         )
         _need("zmq" in transports, f"{name} must contain zmq: it carries the model's files")
         _need(len(set(transports)) == len(transports), f"{name}={transports} names a transport twice")
-    _need(
-        config.actors.weights == "full" or config.actors.engine == "native",
-        f"actors.weights={config.actors.weights} is rounded by the native engine alone, and actors.engine is "
-        f"{config.actors.engine}: vLLM has actors.vllm.quantization, or leave actors.weights=full",
-    )
     dtypes, devices = ("auto", "float32", "bfloat16", "float16"), ("auto", "cpu", "cuda")
     schedules = ("constant", "linear", "cosine_with_min_lr")
     for name, value, known in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
@@ -155,14 +155,23 @@ def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     spreads, means = series(rows, "reward/std")[1], series(rows, "reward/mean")[1]
     if len(spreads) >= ENOUGH_STEPS and not any(spreads) and min(means) == max(means):
         found.append(f"every reward was {compact(means[0])}: equal rewards teach nothing; see streamrl samples")
-    signs = groupby(series(rows, "critic/explained_variance")[1], key=lambda value: value < 0)
-    longest = max((len(list(values)) for negative, values in signs if negative), default=0)
-    if longest >= STEPS_OF_A_BAD_CRITIC:
+    longest = _longest(rows, "critic/explained_variance", lambda value: value < 0)
+    if longest >= STEPS_IN_A_ROW:
         found.append(f"the critic predicted worse than a constant for {longest} steps in a row: its advantages were "
                      "noise; raise critic.num_steps, or take an estimator without a critic")
+    aligned = _longest(rows, "policy/grad_cosine", lambda value: value > ALIGNED_COSINE)
+    if aligned >= STEPS_IN_A_ROW:
+        found.append(f"the gradients of {aligned} steps in a row pointed along the one before (cosine above "
+                     f"{ALIGNED_COSINE}): steps overshoot; lower policy.optimizer.lr or staleness.eta")
     if last(rows, "hub/sandbox_level", 0.0) == 1.0:
         found.append(WEAK_SANDBOX)
     return found
+
+
+def _longest(rows: Sequence[Mapping[str, Any]], key: str, holds: Callable[[float], bool]) -> int:
+    """The most values in a row for which this holds."""
+    runs = groupby(series(rows, key)[1], key=holds)
+    return max((len(list(values)) for held, values in runs if held), default=0)
 
 
 def waited_share(idle: float | None) -> str:
@@ -174,8 +183,9 @@ WEAK_SANDBOX = (
     "programs of the model ran at sandbox level 1, which limits but does not isolate: they could read the files of the "
     "actor's user and use the network; install bubblewrap, and allow user namespaces"
 )
-STEPS_OF_A_BAD_CRITIC = 20
-"""In a row, with an explained variance below 0; fewer are a critic that is still learning."""
+STEPS_IN_A_ROW = 20
+"""With an explained variance below 0, or with aligned gradients; fewer may be a critic or a policy that still learns."""
+ALIGNED_COSINE = 0.5
 ENOUGH_STEPS = 3
 """With a reward; fewer may be equal by chance."""
 REQUIRED = tuple(f.name for f in fields(Summary) if f.name != "extra")

@@ -17,6 +17,7 @@ PULLED = (
     "constraint.entropy_min=9", "constraint.options.lr=1e-4", "launch.num_learner_ranks=2", "launch.num_actors=1",
     "checkpoint.every_steps=2", "eval.num_samples=0", "policy.optimizer.lr=1e-3", "hub.heartbeat_s=0.2",
     "rollout.train.sampling.top_p=0.95", "rollout.train.sampling.max_kept=8",
+    "learner.gradient_cosine=true",
 )
 
 DISTILLED = (

@@ -70,8 +70,8 @@ def test_the_probe_compares_log_probs_and_no_bits(tolerance, passes):
     async def check():
         async with engine_for(model, weights="int8", install=False) as engine:
             _, report = await installed(engine, ProbedWeights(model, tolerance=tolerance))
-            assert report.ok and (report.probe.failure == "") is passes
-            assert passes or "log-probs of the probe differ" in report.probe.failure
+            assert report.ok and (report.probe.failed == "") is passes
+            assert passes or "log-probs of the probe differ" in report.probe.failed
 
     run(check)
 

@@ -12,6 +12,7 @@ import torch
 from envs.registry import task_of
 from learner.loop.train import train
 from learner.model.paths import model_directory
+from learner.objective.statistics.trained import TrainedBatch
 from learner.ranks.activity import Activity
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
@@ -54,6 +55,11 @@ def steps_of(config) -> int:
 
 def without_a_hub(folder: Path, *words: str) -> dict[str, torch.Tensor]:
     """The policy after the same batches, from a list of recorded groups."""
+    return trained_alone(folder, *words)[0]
+
+
+def trained_alone(folder: Path, *words: str) -> tuple[dict[str, torch.Tensor], list[TrainedBatch]]:
+    """The same policy, and the result of each batch."""
     config = config_of(folder, *words)
     model_dir = model_directory(
         config.policy, task_of(config), Ranks(), seed=config.run.seed, num_threads=1,
@@ -63,11 +69,22 @@ def without_a_hub(folder: Path, *words: str) -> dict[str, torch.Tensor]:
     shape = {"steps_per_batch": steps_of(config), "num_groups": NUM_GROUPS, "group_size": GROUP_SIZE}
     recorded = [batch(number * steps_of(config), **shape).groups for number in range(NUM_STEPS)]
     source: BatchSource = RecordedBatches(recorded, num_minibatches=config.learner.num_minibatches)
+    results = []
     while (taken := source.next_batch(trainer.version)) is not None:
         trained = trainer.train_batch(taken.rows, taken.plan, lag_policy=staleness.lag_policy)
         source.trained(trainer.version, trained)
+        results.append(trained)
     assert trainer.step == NUM_STEPS
-    return {name: p.detach() for name, p in trainer.networks.policy.named_parameters()}
+    return {name: p.detach() for name, p in trainer.networks.policy.named_parameters()}, results
+
+
+@pytest.mark.shows("learner.gradient_cosine")
+def test_gradients_of_consecutive_batches_are_compared_if_asked_and_the_weights_are_the_same(tmp_path):
+    plain, unasked = trained_alone(tmp_path)
+    weights, asked = trained_alone(tmp_path, "learner.gradient_cosine=true")
+    assert [one.result.cosine for one in unasked] == [None] * NUM_STEPS
+    assert asked[0].result.cosine is None and all(-1.0 <= one.result.cosine <= 1.0 for one in asked[1:])
+    assert all(torch.equal(plain[name], weights[name]) for name in plain)
 
 
 @pytest.mark.parametrize(

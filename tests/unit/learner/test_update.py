@@ -158,7 +158,6 @@ def test_the_cosine_of_consecutive_gradients_is_that_of_all_parameters_together(
         before = gradients
 
 
-@pytest.mark.shows("learner.gradient_cosine")
 def test_a_step_measures_its_cosine_before_the_clip_only_if_asked_and_not_past_a_skipped_one():
     layer = torch.nn.Linear(2, 1, bias=False)
     optimizer = make_optimizer(layer, OptimizerConfig())

@@ -164,3 +164,13 @@ def test_a_critic_that_predicts_worse_than_a_constant_is_told(explained, warned)
     told = warnings_of([{"step": step, "critic/explained_variance": one} for step, one in enumerate(explained)])
 
     assert bool(told) is warned and all("the critic predicted worse than a constant" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("cosines", "warned"),
+    [([0.6] * 20, True), ([0.0] * 5 + [0.9] * 25, True), ([0.9] * 19 + [0.5] + [0.9] * 19, False), ([], False)],
+)
+def test_gradients_that_point_the_same_way_for_long_are_told(cosines, warned):
+    told = warnings_of([{"step": step, "policy/grad_cosine": one} for step, one in enumerate(cosines, start=2)])
+
+    assert bool(told) is warned and all("pointed along the one before" in text for text in told)
