@@ -184,7 +184,7 @@ WEAK_SANDBOX = (
     "actor's user and use the network; install bubblewrap, and allow user namespaces"
 )
 STEPS_IN_A_ROW = 20
-"""With an explained variance below 0, or with aligned gradients; fewer may be a critic or a policy that still learns."""
+"""With an explained variance below 0, or with aligned gradients; fewer happen while both still learn."""
 ALIGNED_COSINE = 0.5
 ENOUGH_STEPS = 3
 """With a reward; fewer may be equal by chance."""
