@@ -26,8 +26,9 @@ TIME_LIMIT_S = 1800.0
 
 
 def preset_names() -> list[str]:
-    """Every file of the config group, the negative control too."""
-    return sorted(path.stem for path in (Path(configs.__file__).parent / "algorithm").glob("*.yaml"))
+    """Every file of the config group but that of distillation, the negative control too."""
+    names = {path.stem for path in (Path(configs.__file__).parent / "algorithm").glob("*.yaml")}
+    return sorted(names - {"distill"})  # it needs a teacher: bench.distill
 
 
 def faults(code: int, num_steps: int, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
