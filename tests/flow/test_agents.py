@@ -61,7 +61,8 @@ def test_a_parent_and_its_subagent_train_exactly_once_and_token_by_token(harness
     trained = [(one["group_id"], one["member"]) for one in answers if one["trained_at"] is not None]
     assert len(trained) == len(set(trained)) > 0
     assert {(one["num_turns"], one["num_sequences"]) for one in answers} == {(4, 2)}
-    assert len({version for one in answers for version in one["versions"]} - {-1}) >= 10
+    versions = {version for one in answers for version in one["versions"]} - {-1}
+    assert min(versions) == 0 and max(versions) >= 11 - 3 and len(versions) > 5  # the lag is at most 3
     assert "12 of 12 versions equal" in command(harness, "replay", run, "--from", "0", "--to", "12")
     assert not harness.leftovers()
 

@@ -253,7 +253,8 @@ def test_a_damaged_broadcast_is_refused_and_the_version_comes_another_way(harnes
     other.library.damage = flip
     run.publish()
     ways = run.everywhere(one, other)
-    assert ways[0] == "nccl" and ways[1] in ("shm", "zmq")
+    # The refusal ends the epoch: who had not received every bucket by then pulls the version, too.
+    assert ways[0] in ("nccl", "shm", "zmq") and ways[1] in ("shm", "zmq")
 
     other.library.damage = lambda data: None
     run.until(lambda: run.hub.server.broadcast.membership.epoch > 1 or not run.hub.server.broadcast.membership.members,
