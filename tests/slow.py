@@ -21,6 +21,12 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_a_fault_fails_under_the_name_of_its_requirement": "waits of many faulty actors",
         "test_a_foreign_actor_without_our_code_passes_as_a_process": "waits for every requirement",
     },
+    "contract/test_failed_again.py": {
+        "test_what_passes_alone_is_named_and_what_fails_again_fails": "pytest starts three times",
+    },
+    "contract/test_site.py": {
+        "test_the_site_builds_without_a_broken_link": "builds the whole site",
+    },
     "docs/test_notebook.py": {
         "test_every_cell_runs": "a run of two steps in a notebook",
         "test_ten_lines_with_a_function_and_a_list_train": "a run of 62 steps in a notebook",
@@ -76,11 +82,21 @@ SLOW: dict[str, str | dict[str, str]] = {
     "slurm/test_jobs.py": {
         "test_a_submitted_run_is_trained_by_both_jobs_to_its_end": "a whole run in two jobs",
     },
+    "unit/actors/test_evaluate.py": {
+        "test_versions_of_a_run_talk_differently_and_are_evaluated": "five commands, each of which loads a model",
+    },
     "unit/actors/test_reward_model.py": {
         "test_an_actor_scores_with_a_process_that_is_replaced_when_it_dies_and_ends_with_the_task":
             "a process with a reward model, killed and started again",
     },
     "unit/actors/test_tools_with_a_chat_model.py": "a real model generates on a CPU",
+    "unit/algorithms/test_theory.py": {
+        "test_1_the_fixed_point_does_not_depend_on_c_bar_lam_or_trace_temperature":
+            "thousands of sweeps; the fixed point itself is in `make test`",
+        "test_1_the_operator_on_larger_processes": "small processes are in `make test`",
+        "test_2_a_state_critic_on_retrace_targets_learns_the_behavior_policy_unless_its_ratio_is_applied":
+            "thousands of sweeps, for a negative result",
+    },
     "unit/architectures/test_families.py": {
         "test_a_family_that_is_built_like_others_is_exact_too": "one family of each kind is in `make test`",
     },

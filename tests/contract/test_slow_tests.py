@@ -74,7 +74,8 @@ def test_every_package_and_every_algorithm_is_tested_by_make_test():
         package for package in PACKAGES
         if package.replace(".", "/") not in folders and not any(f"{name}.".startswith(f"{package}.") for name in used)
     ] == []
-    assert not [file for file in SLOW if file.startswith(("contract/", "unit/algorithms/", "unit/messages/"))]
+    whole = [file for file, listed in SLOW.items() if isinstance(listed, str)]
+    assert not [file for file in whole if file.startswith(("contract/", "unit/algorithms/", "unit/messages/"))]
 
 
 def test_one_flow_test_of_each_kind_is_in_make_test():
