@@ -21,6 +21,7 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
 
   streamrl launch experiment=quickstart           a learner and its actors, supervised and stopped together
   streamrl launch -m staleness.eta=0,4 ...        one run for each combination, then a comparison
+  streamrl fit MODEL [--gpus 8] [--memory 80GB]   which settings fit, before a GPU is there
   streamrl eval MODEL_OR_RUN [key=value ...]      score a model on held-out prompts, without a learner
   streamrl chat MODEL_OR_RUN                      talk to it
   streamrl serve MODEL_OR_RUN                     serve it to agents and harnesses, as OpenAI and Anthropic do
@@ -80,7 +81,7 @@ streamrl report FOLDER                  index.html of all runs in a folder, and 
 
 
 PROGRAMS = {
-    "learner": "learner", "at": "learner.replay.at", "what-if": "learner.replay.what_if",
+    "learner": "learner", "fit": "learner.fit", "at": "learner.replay.at", "what-if": "learner.replay.what_if",
     "verify": "learner.replay.verify", "blame": "learner.replay.blame", "bisect": "learner.replay.bisect",
     "actor": "actors", "eval": "actors.evaluate", "chat": "actors.chat", "serve": "actors.serve",
     "reward-model": "actors.reward_model", "tasks": "envs.catalog",

@@ -142,6 +142,11 @@ SLOW: dict[str, str | dict[str, str]] = {
     "unit/learner/test_attention_kinds.py": {
         "test_compiled_layers_under_fsdp2_give_the_same": "torch.compile traces the layers for half a minute",
     },
+    "unit/learner/test_fit.py": {
+        "test_a_real_ranks_resident_memory_is_within_a_tenth_of_the_estimate": "six trainings of one and two ranks",
+        "test_every_means_that_saves_or_takes_memory_is_counted": "seven counted steps",
+        "test_two_depths_tell_what_counting_every_layer_does": "steps of models with twelve layers",
+    },
     "unit/learner/test_loading.py": {
         "test_no_rank_holds_the_model_while_it_loads": "a large model, loaded by two ranks",
     },

@@ -168,9 +168,27 @@ def load_policy(
         rule, shares = _checked(model, path, **options)
     else:
         model, files, whole, rule, shares = _skeleton(path, ranks, masters, **options)
+    empty = is_empty(model)
+    policy = assemble(
+        model, ranks, dtype=dtype, rule=rule, shares_prompts=shares, attention=attention, compile_with=compile_with,
+        gradient_checkpointing=gradient_checkpointing, chunk_tokens=chunk_tokens, adapt=adapt,
+    )
+    if files is not None:
+        files.fill(policy.model)
+    elif empty:
+        spread(whole, policy.model, ranks)
+    return policy
+
+
+def assemble(
+    model: Any, ranks: Ranks, *, dtype: torch.dtype, rule: LogitRule = PLAIN, shares_prompts: bool = False,
+    attention: str = "sdpa", compile_with: str | None = None, gradient_checkpointing: bool = False,
+    chunk_tokens: int = 1024, adapt: Callable[[Policy], None] | None = None,
+) -> Policy:
+    """The policy around a model, whose weights may be yet to be loaded; sharded where there is a mesh."""
     # Dropout, skipped layers and noise in routers would change the ratio that is being trained on: actors have none.
     policy = Policy(model.eval(), rule=rule, chunk_tokens=chunk_tokens)
-    policy.shares_prompts = shares
+    policy.shares_prompts = shares_prompts
     _set_passes(policy, attention, compile_with)
     if adapt is not None:
         adapt(policy)
@@ -179,13 +197,8 @@ def load_policy(
     if ranks.fsdp_mesh is None:
         if dtype != torch.float32:
             raise ConfigError(f"policy.dtype={dtype} goes through FSDP2: start the ranks with sharded=True.")
-        return policy.to(ranks.device)
-    empty = is_empty(policy)
+        return policy if ranks.device.type == "cpu" else policy.to(ranks.device)  # it was read on the CPU
     shard(policy, decoder_layers(policy.model), ranks, dtype)
-    if files is not None:
-        files.fill(policy.model)
-    elif empty:
-        spread(whole, policy.model, ranks)
     return policy
 
 
@@ -277,7 +290,8 @@ def _recompute_layers(model: Any) -> None:
 
 def decoder_layers(model: Any) -> list[nn.Module]:
     """The units of sharding: what the architecture declares indivisible (its decoder layers)."""
-    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    names = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
 def shard(module: nn.Module, layers: Sequence[nn.Module], ranks: Ranks, dtype: torch.dtype) -> Any:

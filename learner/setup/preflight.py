@@ -23,7 +23,7 @@ from learner.data.dialogues import task_dialogues
 from learner.hub_client.settings import answer_limit
 from learner.model.config_file import model_config
 from learner.setup.model_hub import find_models
-from streamrl.config.eval_sets import EvalSet, eval_sets
+from streamrl.config.eval_sets import EvalSet, eval_sets, longest_sequence
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, largest_eta, largest_max_lag, steps_per_batch, tracker_names
 from streamrl.config.schema import Config, CriticConfig, DistillConfig, LoraBase, PolicyConfig, ReferenceConfig
 from streamrl.environment import Task
@@ -264,13 +264,16 @@ def _check_vllm_heads(config: Config) -> None:
 
 
 def _check_memory(config: Config, device: torch.device, notify: Callable[[str], None]) -> None:
-    from learner.model.memory import check_memory
+    from learner.fit.check import check_memory
+    from learner.fit.estimate import Uncounted
 
-    gpu, path = gpu_of(str(device)), config.policy.model_path
-    if gpu is not None and gpu.total_bytes and path is not None:
-        notify(str(check_memory(
-            config.policy, config.learner, path, gpu.total_bytes, num_ranks=config.launch.num_learner_ranks
-        )))
+    gpu = gpu_of(str(device))
+    if gpu is not None and gpu.total_bytes and config.policy.model_path is not None:
+        notify("counting the memory of a step")
+        try:
+            notify(str(check_memory(config, gpu.total_bytes, longest=longest_sequence(config))))
+        except Uncounted as error:
+            notify(str(error))
 
 
 def num_gpus() -> int:

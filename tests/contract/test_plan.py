@@ -38,7 +38,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("model",),
         ("objective", "publish"),
         ("audit", "control", "record", "sources", "trainer"),
-        ("loop",),
+        ("fit", "loop"),
         ("setup",),
         ("__main__", "replay"),
     ),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.function import once_differentiable
 
 from learner.data.token_sets import TokenSets
@@ -169,7 +170,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     times faster than float32, and summed in float32; a CPU does the same sum with the same factors."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif left.is_cuda:
+    elif _on_gpu(left):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
@@ -189,13 +190,18 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule
     """Tempered logits in at least float32; half-precision products are summed in float32, never rounded to half."""
     if hidden.dtype == inverse.dtype:
         logits = hidden @ weight.T
-    elif hidden.is_cuda:
+    elif _on_gpu(hidden):
         logits = torch.mm(hidden, weight.T, out_dtype=inverse.dtype)
     else:
         logits = hidden.to(inverse.dtype) @ weight.to(inverse.dtype).T
     if bias is not None:
         logits = logits.add_(bias)
     return rule(logits).mul_(inverse[:, None])
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    """Whether it is, or stands for one that is: memory is estimated for GPUs, with tensors that have none."""
+    return tensor.is_cuda or is_fake(tensor)
 
 
 def _parts(count: int, chunk: int) -> list[slice]:

@@ -1,0 +1,161 @@
+"""The memory of a run's processes from its settings and the model's config.json: learner ranks, engines, the host.
+
+A learner rank is one step on fake tensors (`learner.fit.step`). Layers of one shape are counted with four and with six
+of them: each end of each half of a step grows linearly with the layers, so the whole depth follows from both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from learner.fit.step import Job, step_peaks
+from learner.model.paths import compute_dtype, wire_dtype
+from learner.model.policy import decoder_layers
+from learner.objective.kl_options import needs_reference
+from streamrl.algorithms import find_estimator
+from streamrl.config.schema import (
+    AdvantageConfig,
+    BesideTraining,
+    ConstraintConfig,
+    CriticConfig,
+    CriticKind,
+    KlConfig,
+    LaunchConfig,
+    LearnerConfig,
+    LossConfig,
+    PolicyConfig,
+    PublishConfig,
+    ReferenceConfig,
+    RolloutConfig,
+)
+from streamrl.errors import ConfigError, describe
+
+GIB = 1 << 30
+RESERVED = int(1.5 * GIB)
+"""Of a GPU, for the CUDA context, NCCL and cuBLAS: assumed, as no GPU was measured."""
+_DEPTHS = (4, 6)  # from four on, FSDP2 has as many layers gathered at once as it ever has
+_SDPA = "sdpa"
+
+
+class Sections(Protocol):
+    """Of a run's settings, those that its memory depends on."""
+
+    advantage: AdvantageConfig
+    constraint: ConstraintConfig
+    critic: CriticConfig
+    kl: KlConfig
+    launch: LaunchConfig
+    learner: LearnerConfig
+    loss: LossConfig
+    policy: PolicyConfig
+    publish: PublishConfig
+    reference: ReferenceConfig
+    rollout: RolloutConfig
+
+
+class Uncounted(ConfigError):
+    """A step of this model cannot be made on tensors without memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that one learner rank holds at the peak of a step, by kind."""
+
+    phase: str
+    kinds: Mapping[str, int]
+    trained: int  # parameters that the optimizer moves, of all ranks together
+    checkpoint: int  # the host's copy of this rank's part of a checkpoint, written beside training; else 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+    def __str__(self) -> str:
+        """Format as one line, the largest kind first."""
+        parts = sorted(self.kinds.items(), key=lambda item: -item[1])
+        listed = ", ".join(f"{kind} {nbytes / GIB:.1f}" for kind, nbytes in parts if nbytes > GIB // 20)
+        return f"about {self.total / GIB:.1f} GiB for a learner rank ({listed})"
+
+
+def job_of(config: Sections, *, longest: int, on_gpu: bool) -> Job:
+    """What of the settings a learner rank's memory depends on; `longest` as `longest_sequence` has it."""
+    device, learner = torch.device("cuda" if on_gpu else "cpu"), config.learner
+    dtype, rollout = compute_dtype(config.policy.dtype, device), config.rollout
+    longest = min(longest, learner.max_tokens_per_device)
+    batch = rollout.num_prompts_per_step * rollout.num_responses_per_prompt * longest
+    ranks, lora = config.launch.num_learner_ranks, config.policy.lora.rank is not None
+    copies = []
+    if needs_reference(config.kl, config.constraint) and not (lora and config.reference.model_path is None):
+        copies.append(dtype)
+    if config.loss.anchor == "ewma" and not lora:
+        copies.append(torch.float32)
+    wish = config.publish.beside_training
+    beside = wish is BesideTraining.always or (wish is BesideTraining.auto and on_gpu)
+    return Job(
+        config.policy, ranks, on_gpu, dtype, tokens=min(learner.max_tokens_per_device, max(longest, batch // ranks)),
+        longest=longest, chunk_tokens=learner.logprob_chunk_tokens, flash=learner.attention.name != _SDPA,
+        reduce_once=learner.reduce_once, frozen_copies=tuple(copies),
+        critic_model=find_estimator(config.advantage.estimator).needs_critic and config.critic.kind is CriticKind.model,
+        snapshot=wire_dtype(config.publish.dtype, device) if beside else None,
+    )
+
+
+def rank_memory(job: Job, model_config: Any, *, whole_depth: bool = False) -> RankMemory:
+    """What one rank needs; a collective group of fake ranks is made for it, so none may exist.
+
+    Args:
+        whole_depth: count every layer, also where two depths would tell.
+    """
+    depth, alike = _layers(model_config)
+    depths = [depth] if whole_depth or not alike or depth <= _DEPTHS[1] else list(_DEPTHS)
+    try:
+        found = [step_peaks(job, _with_layers(model_config, count, depth)) for count in depths]
+    except Exception as error:  # of the model's own code, such as a choice that depends on numbers
+        raise Uncounted(f"the memory of {model_config.model_type} cannot be counted: {describe(error)}") from error
+    (peaks, trained), (more, more_trained) = found[0], found[-1]
+    factor = (depth - depths[0]) / (depths[1] - depths[0]) if len(depths) > 1 else 0.0
+    whole = {phase: _line(peaks[phase], more[phase], factor) for phase in peaks}
+    phase = max(whole, key=lambda name: sum(whole[name].values()))
+    kinds = whole[phase] | ({"CUDA context and libraries (assumed)": RESERVED} if job.on_gpu else {})
+    trained += round((more_trained - trained) * factor)
+    moments = kinds.get("moments", 0)
+    beside = job.on_gpu  # `checkpoint.beside_training`; pinned memory comes in powers of two: measured 1.2 to 1.4
+    return RankMemory(phase, kinds, trained * job.num_ranks, round(1.3 * (4 * trained + moments)) if beside else 0)
+
+
+def num_parameters(model_config: Any) -> int:
+    """Weights of the model, tied ones once."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(model_config).parameters())
+
+
+def _line(one: Counter[str], other: Counter[str], factor: float) -> dict[str, int]:
+    kinds = {kind: round(one[kind] + (other[kind] - one[kind]) * factor) for kind in one | other}
+    return {kind: nbytes for kind, nbytes in kinds.items() if nbytes > 0}
+
+
+def _layers(model_config: Any) -> tuple[int, bool]:
+    """How many there are, and whether all have parameters of the same shapes."""
+    with torch.device("meta"):
+        layers = decoder_layers(AutoModelForCausalLM.from_config(model_config))
+    shapes = {tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers}
+    depth = getattr(model_config.get_text_config(), "num_hidden_layers", None)
+    return len(layers), len(shapes) == 1 and depth == len(layers)
+
+
+def _with_layers(model_config: Any, count: int, depth: int) -> Any:
+    """The configuration of a model with the first so many layers alone."""
+    if count == depth:
+        return model_config
+    values = model_config.get_text_config().to_dict()
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == depth:
+            values[name] = value[:count]
+    values["num_hidden_layers"] = count
+    return type(model_config.get_text_config()).from_dict(values)

@@ -1,0 +1,55 @@
+"""The configuration of a model that may not be here: a folder, a config.json alone, or a published shape by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from streamrl.config.wording import did_you_mean
+from streamrl.errors import ConfigError
+
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-0.6B": _QWEN3 | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen3-8B": _QWEN3 | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen3-32B": _QWEN3 | {
+        "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen3-30B-A3B": _QWEN3 | {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+        "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+}
+"""What of their config.json decides memory, so that no hub is needed."""
+
+
+def config_of_model(name: str) -> Any:
+    """The configuration of transformers. Raises ConfigError."""
+    path = Path(name)
+    short = {known.partition("/")[2].lower(): known for known in PUBLISHED}
+    known = short.get(name.rpartition("/")[2].lower())
+    try:
+        if path.exists():
+            values = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        elif known is not None:
+            values = PUBLISHED[known]
+        else:
+            return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoConfig.for_model(**values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{name}: no configuration of a model can be read there ({' '.join(str(error).split())[:200]}). Give a "
+            f"folder with a config.json, that file, or one of {', '.join(PUBLISHED)}.{did_you_mean(name, PUBLISHED)}"
+        ) from error
