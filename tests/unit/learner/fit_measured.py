@@ -73,7 +73,10 @@ def write_model(name: str, folder: Path, **changes: Any) -> Path:
 def measured(folder: Path, names: list[str], variants: list[str], worlds: list[int], timeout_s: float) -> list[Any]:
     """What this script prints."""
     words = [",".join(map(str, some)) for some in (names, variants, worlds)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": "65536",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(
         [sys.executable, __file__, folder, *words], env=environment, capture_output=True, text=True, timeout=timeout_s
     )
