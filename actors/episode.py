@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from actors.endpoint.endpoint import Endpoint
 from actors.engines.base import Engine, Generation
 from actors.env_calls.executor import CallClock, EnvExecutor, where
@@ -61,7 +63,12 @@ class EpisodeRunner:
             EngineError: the engine failed, or too many environment calls hang.
         """
         with self.load.playing():
-            return await self._episode(record, index, seed, sampling, on_progress, group, prompts)
+            member = await self._episode(record, index, seed, sampling, on_progress, group, prompts)
+        label = _optional(self.task, "label")
+        if label is None or member.status == MemberStatus.ABORTED or len(member.scores) >= MAX_SCORES:
+            return member
+        scores = {**member.scores, f"task_{label(record)}": member.reward}
+        return msgspec.structs.replace(member, scores=scores)
 
     async def _episode(
         self, record: Record, index: int, seed: int, sampling: Sampling, on_progress: Callable[[], None],

@@ -20,6 +20,7 @@ from envs.adapters.gem import gem_task
 from envs.agents.task import with_agent
 from envs.data_task import TaskSettings, task_from_data
 from envs.task_file import NO_TASK, PARTS, construct, task_from_file
+from envs.tasks.by_field import FieldTask
 from envs.tasks.games import GAMES
 from envs.tasks.named import FORMATS, NAMED
 from envs.tasks.reasoning import PREFIX, ReasoningTask, dataset_names
@@ -43,13 +44,33 @@ REGISTERED: dict[str, Callable[..., Task]] = {
 
 def task_of(settings: TaskSettings) -> Task:
     """The task of a run, with its agent or tools. Raises TaskError: see `load_task`, `envs.data_task`, `envs.tools`."""
-    task, env = _plain_task(settings), settings.env
+    task, env = _tasks_by_field(settings) if settings.env.tasks else _plain_task(settings), settings.env
     ways = [f"env.{name}" for name in ("agent", "agent_command", "tools") if getattr(env, name)]
     if len(ways) > 1:
         raise TaskError(f"{' and '.join(ways)} each decide what the model reads: leave one of them out")
     if env.agent is not None or env.agent_command is not None:
         return with_agent(task, env)
     return with_tools(task, env) if env.tools else task
+
+
+def _tasks_by_field(settings: TaskSettings) -> FieldTask:
+    """The tasks of `env.tasks`, each with the run's settings under its own. Raises TaskError: see `FieldTask`."""
+    from streamrl.config.load import with_settings  # its library is large, and few runs need it
+
+    env, tasks = settings.env, {}
+    if settings.data.path is None:
+        raise TaskError("env.tasks says how records of a file are played: give data.path=train.jsonl, too.")
+    for name, values in env.tasks.items():
+        if not isinstance(values, Mapping) or set(values) - {"env", "reward"}:
+            raise TaskError(
+                f"env.tasks.{name} is {values!r:.60}: give settings of env and reward, as {{reward: {{type: math}}}}"
+            )
+        own = {**values, "env": {**values.get("env", {}), "tasks": {}}}
+        try:
+            tasks[str(name)] = _plain_task(with_settings(replace(settings, env=replace(env, tasks={})), own))
+        except (ConfigError, TaskError) as error:
+            raise TaskError(f"env.tasks.{name}: {error}") from error
+    return FieldTask(tasks, env.task_field)
 
 
 def _plain_task(settings: TaskSettings) -> Task:

@@ -40,9 +40,11 @@ def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from (
         ("actors.vllm", text) for text in _texts(_section(actors, "vllm")) if any(mark in text for mark in ".:/")
     )
-    for name, one in _section(_section(settings, "eval"), "datasets").items():
-        if isinstance(one, Mapping):
-            yield from ((f"eval.datasets.{name}.{setting}", code) for setting, code in named_code(one))
+    for prefix, tables in (("eval.datasets", _section(_section(settings, "eval"), "datasets")),
+                           ("env.tasks", _section(env, "tasks"))):
+        for name, one in tables.items():
+            if isinstance(one, Mapping):
+                yield from ((f"{prefix}.{name}.{setting}", code) for setting, code in named_code(one))
 
 
 def refuse_references(settings: Any) -> None:

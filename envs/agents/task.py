@@ -35,7 +35,7 @@ class AgentTask:
     def __init__(self, base: Task, agent: Agent, name: str) -> None:
         self.base, self.name = base, base.name
         self._agent, self._agent_name = agent, name
-        for optional in ("target", "target_turns", "stop", "system_prompt", "set_up", "tear_down"):
+        for optional in ("target", "target_turns", "stop", "system_prompt", "label", "set_up", "tear_down"):
             if hasattr(base, optional):
                 setattr(self, optional, getattr(base, optional))
 

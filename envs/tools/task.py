@@ -44,7 +44,7 @@ class ToolTask:
         self.base, self.name = base, base.name
         self.tool_prompt = tool_prompt
         self._tools, self._rules = tools, rules
-        for optional in ("target", "stop", "system_prompt", "set_up", "tear_down"):
+        for optional in ("target", "stop", "system_prompt", "label", "set_up", "tear_down"):
             if hasattr(base, optional):
                 setattr(self, optional, getattr(base, optional))
 

@@ -74,6 +74,11 @@ class EnvConfig:
     """A Python file with your own task; wins over `env.name`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the task itself, e.g. `env.options.max_length=6`; another task or `{}` drops an experiment's."""
+    tasks: dict[str, Any] = field(default_factory=dict)
+    """Several tasks over the records of `data.path`: settings of env and reward by name, as `{math: {reward: {type:
+    math}}}`; `env.task_field` of a record names its own."""
+    task_field: str = "task"
+    """Field of a record with the name of its task in `env.tasks`."""
     agent: str | None = None
     """An agent that plays the task's records: `agent.py:run` or `package.module:run`, an `async` function that calls
     the model by a client of the package openai; what it returns is the reward, or the task scores the last answer.
