@@ -40,6 +40,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     "flow/test_elastic_actors.py": "three runs that wait for actors to come and go",
     "flow/test_equal_rewards.py": "two launched runs",
     "flow/test_failing_rewards.py": "three launched runs, one with a reward that hangs",
+    "flow/test_fork_server.py": "forks of five programs; every flow test starts its processes so",
     "flow/test_full_disk.py": "a launched run on a disk that is full for six seconds, and resumed",
     "flow/test_hostile_policy.py": "three launched runs",
     "flow/test_hub_death.py": {
@@ -79,16 +80,19 @@ SLOW: dict[str, str | dict[str, str]] = {
     "flow/test_verbs.py": "a launched run that is scaled, drained, stopped and resumed",
     "flow/test_verify.py": "a launched run, its bundle edited in a dozen ways, and batches of it trained again",
     "flow/test_vllm_actors.py": "runs with real vLLM engines, which start three times",
+    "package/test_distributions.py": "builds both distributions",
     "slurm/test_jobs.py": {
         "test_a_submitted_run_is_trained_by_both_jobs_to_its_end": "a whole run in two jobs",
     },
     "unit/actors/test_evaluate.py": {
         "test_versions_of_a_run_talk_differently_and_are_evaluated": "five commands, each of which loads a model",
+        "test_the_commands_run_from_any_folder": "three commands, each of which loads a model",
     },
     "unit/actors/test_reward_model.py": {
         "test_an_actor_scores_with_a_process_that_is_replaced_when_it_dies_and_ends_with_the_task":
             "a process with a reward model, killed and started again",
     },
+    "unit/actors/test_serve.py": "a run, and a process that serves a version of it",
     "unit/actors/test_tools_with_a_chat_model.py": "a real model generates on a CPU",
     "unit/algorithms/test_theory.py": {
         "test_1_the_fixed_point_does_not_depend_on_c_bar_lam_or_trace_temperature":
@@ -128,6 +132,10 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_no_data_set_runs_an_answer_stalls_on_it_or_pays_for_it": "every hostile answer to every data set",
         "test_no_reward_stalls_on_an_answer_in_any_form": "the form that each reward reads first is in `make test`",
     },
+    "unit/hub/shared/test_broadcaster_process.py": {
+        "test_a_broadcaster_process_that_is_stopped_is_ended_and_its_successor_is_offered":
+            "a process that stands still until its deadline; flow/test_device_transports.py replaces one, too",
+    },
     "unit/hub/ledger/test_lag_bound.py": {
         "test_no_trained_token_is_older_than_the_bound_on_many_walks": "fewer walks are in `make test`",
         **dict.fromkeys((
@@ -144,11 +152,34 @@ SLOW: dict[str, str | dict[str, str]] = {
     },
     "unit/learner/test_fit.py": {
         "test_a_real_ranks_resident_memory_is_within_a_tenth_of_the_estimate": "six trainings of one and two ranks",
+        "test_the_command_proposes_settings_that_are_read_and_says_when_none_fit": "counts a dozen steps",
         "test_every_means_that_saves_or_takes_memory_is_counted": "seven counted steps",
         "test_two_depths_tell_what_counting_every_layer_does": "steps of models with twelve layers",
     },
+    "unit/learner/test_checkpoint.py": {
+        "test_a_learner_killed_half_way_leaves_the_checkpoint_before_it": "learners killed at several places",
+    },
     "unit/learner/test_loading.py": {
         "test_no_rank_holds_the_model_while_it_loads": "a large model, loaded by two ranks",
+        "test_attention_is_computed_without_plans_of_cudnn": "a process of its own that imports the learner",
+    },
+    "unit/learner/test_tiny_model.py": {
+        "test_the_error_phase_brings_a_good_model_down_to_what_was_asked_for": "a warm start of two phases",
+    },
+    "unit/learner/test_two_ranks.py": "two ranks with FSDP2 beside one process; two ranks publish in `make test`",
+    "unit/metrics/test_real_trackers.py": {
+        "test_wandb_writes_a_record_that_can_be_synced": "wandb starts a process of its own",
+    },
+    "unit/sweep/test_sweep.py": {
+        "test_ctrl_c_stops_every_run_and_names_the_command_that_goes_on": "four runs of a sweep, stopped",
+        "test_a_search_prunes_what_is_behind_and_says_so": "a search of several runs",
+    },
+    "unit/test_process_memory.py": {
+        "test_an_actor_freezes_its_libraries": "an actor's process",
+    },
+    "unit/weights/test_broadcast.py": {
+        "test_members_in_processes_take_a_version_and_a_killed_one_costs_a_deadline_and_a_new_epoch":
+            "four processes, and a deadline; members in threads are in `make test`",
     },
     "unit/weights/test_publisher.py": {
         "test_every_rank_writes_its_own_rows_from_little_memory_and_no_weights_are_gathered":
