@@ -92,7 +92,9 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_an_actor_scores_with_a_process_that_is_replaced_when_it_dies_and_ends_with_the_task":
             "a process with a reward model, killed and started again",
     },
-    "unit/actors/test_serve.py": "a run, and a process that serves a version of it",
+    "unit/actors/test_serve.py": {
+        "test_a_version_of_a_run_is_served_in_every_form_under_its_key": "a run, and a process that serves a version of it",
+    },
     "unit/actors/test_tools_with_a_chat_model.py": "a real model generates on a CPU",
     "unit/algorithms/test_theory.py": {
         "test_1_the_fixed_point_does_not_depend_on_c_bar_lam_or_trace_temperature":
