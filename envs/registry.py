@@ -28,7 +28,7 @@ from envs.tasks.search_questions import SearchQuestions, search_file
 from envs.tasks.strings import OPERATIONS, StringTask
 from envs.tasks.tool_arithmetic import ToolArithmetic
 from envs.tools.task import with_tools
-from streamrl.config.schema import DataConfig, EnvConfig, RewardConfig
+from streamrl.config.schema import Config, DataConfig, EnvConfig, RewardConfig
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, TaskError
 from streamrl.extension import did_you_mean, import_attribute
@@ -58,6 +58,7 @@ def _tasks_by_field(settings: TaskSettings) -> FieldTask:
     from streamrl.config.load import with_settings  # its library is large, and few runs need it
 
     env, tasks = settings.env, {}
+    run = Config(env=replace(env, tasks={}), data=settings.data, reward=settings.reward)
     if settings.data.path is None:
         raise TaskError("env.tasks says how records of a file are played: give data.path=train.jsonl, too.")
     for name, values in env.tasks.items():
@@ -67,7 +68,7 @@ def _tasks_by_field(settings: TaskSettings) -> FieldTask:
             )
         own = {**values, "env": {**values.get("env", {}), "tasks": {}}}
         try:
-            tasks[str(name)] = _plain_task(with_settings(replace(settings, env=replace(env, tasks={})), own))
+            tasks[str(name)] = _plain_task(with_settings(run, own, whole=False))
         except (ConfigError, TaskError) as error:
             raise TaskError(f"env.tasks.{name}: {error}") from error
     return FieldTask(tasks, env.task_field)

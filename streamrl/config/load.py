@@ -223,14 +223,15 @@ def _experiment(overrides: Sequence[str]) -> DictConfig:
     return OmegaConf.create(file.read_text() if file.is_file() else "{}")
 
 
-def to_config(composed: DictConfig) -> Config:
-    """The checked dataclass of a composed config; no DictConfig passes this point."""
+def to_config(composed: DictConfig, *, whole: bool = True) -> Config:
+    """The dataclass of a composed config, checked if it is that of a `whole` run; no DictConfig passes this point."""
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(plain_message(error)) from error
     assert isinstance(config, Config), f"configs/config.yaml does not compose over the schema but over {type(config)}"
-    check(config)
+    if whole:
+        check(config)
     return config
 
 
@@ -357,15 +358,20 @@ def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Conf
     return _on_top(values, OmegaConf.from_dotlist, overrides)
 
 
-def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
+def with_settings(config: Config, values: Mapping[str, Any], *, whole: bool = True) -> Config:
     """The config with nested settings on top; they replace what their words on a command line would.
 
-    Raises ConfigError as `load_config` does.
+    Args:
+        whole: false for a config of which only some sections are those of a run.
+    Raises:
+        ConfigError: as `load_config` does.
     """
-    return _on_top(to_plain(config), lambda _: values, as_words("", values, ()))
+    return _on_top(to_plain(config), lambda _: values, as_words("", values, ()), whole=whole)
 
 
-def _on_top(below: Mapping[str, Any], values_of: Callable[[list[str]], Any], words: Sequence[str]) -> Config:
+def _on_top(
+    below: Mapping[str, Any], values_of: Callable[[list[str]], Any], words: Sequence[str], *, whole: bool = True
+) -> Config:
     """The config of plain values with those of the words on top."""
     check_overrides(words)
     try:
@@ -374,7 +380,7 @@ def _on_top(below: Mapping[str, Any], values_of: Callable[[list[str]], Any], wor
         _check_types(words)
         raise ConfigError(plain_message(error)) from error
     assert isinstance(merged, DictConfig)
-    return to_config(_with_overrides_first(merged, words, below.get("env", {})))
+    return to_config(_with_overrides_first(merged, words, below.get("env", {})), whole=whole)
 
 
 def to_yaml(config: Config) -> str:
