@@ -93,7 +93,7 @@ SLOW: dict[str, str | dict[str, str]] = {
             "a process with a reward model, killed and started again",
     },
     "unit/actors/test_serve.py": {
-        "test_a_version_of_a_run_is_served_in_every_form_under_its_key": "a run, and a process that serves a version of it",
+        "test_a_version_of_a_run_is_served_in_every_form_under_its_key": "a run, and a process that serves it",
     },
     "unit/actors/test_tools_with_a_chat_model.py": "a real model generates on a CPU",
     "unit/algorithms/test_theory.py": {
