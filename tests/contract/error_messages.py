@@ -158,6 +158,7 @@ def _code(text: str) -> str:
 
 
 REMEDIES: dict[str, str] = {
+    "env.tasks.…: …": "it goes on with the error of that task's own settings",
     # commands for a run
     "it is of another release": "use the release that the run was started with",
     ", not …": "a smaller number",
