@@ -20,7 +20,7 @@ CPU    := $(VENV)/.installed
 VLLM   := $(VENV)/.vllm
 GPU    := $(VENV)/.gpu
 SEED   ?= 42
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes, each of which would compile the project again.
