@@ -1,4 +1,4 @@
-"""What the forms of a request have in common: each translates to the options of `Chat.create`, and its answer back."""
+"""Common parts of the APIs: each translates a request to the options of `Chat.create`, and the answer back."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One API.
+    """Translation of one API's requests and answers.
 
     Attributes:
         options: of `Chat.create`; raises TaskError for what is not served.
         answer: the whole answer as JSON.
-        events: the whole answer as server-sent events.
+        events: the whole answer as server-sent events; None: the API does not stream.
     """
 
     options: Callable[[Body, Session], dict[str, Any]]
     answer: Callable[[ChatCompletion, Body, Session], dict[str, Any]]
-    events: Callable[[Mapping[str, Any], Body], Iterator[bytes]]
+    events: Callable[[Mapping[str, Any], Body], Iterator[bytes]] | None
 
 
 def picked(body: Body, names: Mapping[str, str], ignored: tuple[str, ...], route: str) -> dict[str, Any]:

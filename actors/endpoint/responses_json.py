@@ -35,7 +35,7 @@ def _options(body: Body, session: Session) -> dict[str, Any]:
 
 
 def _with_instructions(body: Body, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """They hold for one answer: those of an earlier response are not taken over."""
+    """Put the instructions first; those of an earlier response are not taken over."""
     return [{"role": "system", "content": body["instructions"]}, *messages] if body.get("instructions") else messages
 
 

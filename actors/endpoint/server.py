@@ -111,11 +111,12 @@ class _Server:
         marked = request.headers.get(REPEATED, "0") != "0"
         answer = session.ask(request.path.encode() + raw, options, _Asker(request), marked=marked)
         whole = form.answer(await _awaited(session, answer), body, session)
+        streams = form.events is not None and body.get("stream")
         response = web.StreamResponse(headers={"X-Streamrl-Sampling": ", ".join(changed)} if changed else None)
-        response.content_type = "text/event-stream" if body.get("stream") else "application/json"
+        response.content_type = "text/event-stream" if streams else "application/json"
         # Sent here, and not by the library, to know that it was.
         await response.prepare(request)
-        for part in form.events(whole, body) if body.get("stream") else (json.dumps(whole).encode(),):
+        for part in form.events(whole, body) if streams else (json.dumps(whole).encode(),):
             await response.write(part)
         await response.write_eof()
         answer.delivered = True

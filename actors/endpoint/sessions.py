@@ -56,7 +56,7 @@ class SessionClient(Protocol):
 
 
 class Keys(Protocol):
-    """What a server asks: `Sessions`, or those of `streamrl serve`."""
+    """Lookup of sessions by key or name, as a server needs it."""
 
     def get(self, key: str) -> Session | None: ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from actors.endpoint.form import SAMPLING, Body, Form, picked
@@ -11,7 +10,7 @@ from actors.trajectory.chat_form import ChatCompletion
 from streamrl.errors import TaskError
 
 ROUTE = "POST /inference/v1/generate"
-READ = ("token_ids", "sampling_params", "train")
+READ = ("token_ids", "sampling_params", "stream", "train")
 IGNORED = ("model", "request_id", "cache_salt", "priority", "return_token_ids")
 NAMES = {name: name for name in ("max_tokens", "stop", "n", *SAMPLING)}
 IGNORED_SAMPLING = ("stop_token_ids", "logprobs", "skip_special_tokens", "spaces_between_special_tokens", "seed",
@@ -20,6 +19,8 @@ IGNORED_SAMPLING = ("stop_token_ids", "logprobs", "skip_special_tokens", "spaces
 
 def _options(body: Body, session: Session) -> dict[str, Any]:
     picked(body, {}, READ + IGNORED, ROUTE)
+    if body.get("stream"):
+        raise TaskError(f"{ROUTE} does not take stream=true: leave it out")
     params = body.get("sampling_params") or {}
     found = picked(params, NAMES, IGNORED_SAMPLING, f"{ROUTE}: sampling_params")
     tokenizer, ids = session.client.tokenizer, body.get("token_ids")
@@ -50,8 +51,4 @@ def _answer(completion: ChatCompletion, body: Body, session: Session) -> dict[st
     }
 
 
-def _events(whole: Mapping[str, Any], body: Body) -> Iterator[bytes]:
-    raise NotImplementedError("a request with `stream` is refused")
-
-
-TOKENS = Form(_options, _answer, _events)
+TOKENS = Form(_options, _answer, events=None)

@@ -97,7 +97,7 @@ def _keep_ranked(scores: Tensor, plan: SamplingPlan) -> Tensor:
 
 
 class Drawn(NamedTuple):
-    """One token per row."""
+    """Sampled tokens, one per row."""
 
     tokens: Tensor  # int64 [n]
     logprobs: Tensor  # float32 [n] under the processed distribution; NaN where logits are
@@ -105,7 +105,7 @@ class Drawn(NamedTuple):
 
 
 def draw(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> Drawn:
-    """One token per row: logits [n, vocab] of any float type, uniforms [n] float64 in [0, 1)."""
+    """Sample a token per row: logits [n, vocab] of any float type, uniforms [n] float64 in [0, 1)."""
     if plan.all_greedy:
         tokens = logits.argmax(dim=-1)
         peak = logits.gather(-1, tokens[:, None])[:, 0].float()

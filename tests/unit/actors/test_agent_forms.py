@@ -21,7 +21,7 @@ WHOLE = f"{START}|I do {CALL}<end><start>t:4<end><start>a:7<end>"
 
 def form_of(package: str):
     """The package, or a skipped test where the extra `agents` is not installed."""
-    return pytest.importorskip(package, exc_type=ImportError, reason="issue 24: the extra `dev` brings it")
+    return pytest.importorskip(package, exc_type=ImportError, reason=f"needs {package}, which the extra `dev` brings")
 
 
 def here(name: str):
@@ -135,7 +135,7 @@ def test_a_system_prompt_a_stop_and_the_runs_sampling_in_anthropics_form():
 
 def test_tokens_go_in_and_come_out():
     read = ids("<start>u:q<end><start>a:")
-    body = {"token_ids": read, "cache_salt": "1", "sampling_params": {
+    body = {"token_ids": read, "cache_salt": "1", "stream": False, "sampling_params": {
         "max_tokens": 5, "temperature": 1.0, "logprobs": 1, "skip_special_tokens": False,
         "stop_token_ids": [TOKENIZER.eos_token_id],
     }}
@@ -161,7 +161,7 @@ REFUSED = (
     ("/responses", {"input": "q", "text": {"format": {"type": "json_schema"}}}, "text.format=json_schema"),
     ("/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
     ("ROOT/inference/v1/generate", {"token_ids": [1 << 20]}, "give a list of ids"),
-    ("ROOT/inference/v1/generate", {"token_ids": [3], "stream": True}, "does not take stream"),
+    ("ROOT/inference/v1/generate", {"token_ids": [3], "stream": True}, "does not take stream=true"),
     ("ROOT/inference/v1/generate", {"token_ids": [3], "sampling_params": {"logit_bias": {}}}, "logit_bias"),
     ("ROOT/inference/v1/generate", {"token_ids": [3], "sampling_params": {"n": 2}}, "n=2"),
 )

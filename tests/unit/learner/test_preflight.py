@@ -312,7 +312,7 @@ def test_launch_says_so_within_seconds_and_makes_no_run_directory(folder, python
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
     assert not (folder / "runs").exists()
-    assert after.ru_utime - before.ru_utime < 8.0  # of a processor that others share; half of it alone
+    assert after.ru_utime - before.ru_utime < 4.0  # of the processor: other tests may hold this one up
 
 
 @pytest.mark.parametrize("name", ENGINES)

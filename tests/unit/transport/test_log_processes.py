@@ -49,5 +49,6 @@ def test_every_process_starts_its_log_in_one_way():
     sources = [path for package in ("streamrl", "learner", "actors", "envs") for path in (ROOT / package).rglob("*.py")]
     found = [path.name for path in sources if re.search(r"basicConfig|logging\.\w*Handler\(\)", path.read_text())]
     assert found == ["printable.py"], found
-    mains = [path for path in sources if path.name == "__main__.py" and "\nimport logging\n" in path.read_text()]
+    uses = r"^(import|from) logging\b"
+    mains = [path for path in sources if path.name == "__main__.py" and re.search(uses, path.read_text(), re.M)]
     assert len(mains) > 3 and all("start_log(" in path.read_text() for path in mains), mains
