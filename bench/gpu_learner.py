@@ -101,8 +101,21 @@ def measure_head(num_tokens: int, hidden_size: int, vocab_size: int, repeats: in
 # --- the same numbers in actor and learner --------------------------------------------------------------------------
 
 
-def measure_lag_zero(shape: str, num_sequences: int, num_tokens: int, seed: int) -> list[float]:
-    """Absolute differences of the log-probs that the native engine sampled with and those that the learner computes.
+@dataclass(frozen=True)
+class LagZero:
+    """Absolute differences of log-probs of the same tokens under the same weights, in nats, token by token.
+
+    `plain` is one unpadded pass of transformers in bfloat16 against one in float32: what rounding alone does.
+    """
+
+    actor_to_learner: list[float]
+    actor: list[float]
+    learner: list[float]
+    plain: list[float]
+
+
+def measure_lag_zero(shape: str, num_sequences: int, num_tokens: int, seed: int) -> LagZero:
+    """What the native engine sampled with against what the learner computes, and each against float32.
 
     Random weights are scaled until the policy is as sure of itself as a trained one: logits of 10 to 30.
     """
@@ -124,18 +137,30 @@ def measure_lag_zero(shape: str, num_sequences: int, num_tokens: int, seed: int)
         return [(prompt, one.token_ids, one.logprobs) for prompt, one in zip(prompts, done, strict=True)]
 
     sampled = asyncio.run(generate())
+    actor = torch.tensor([logprobs for _, _, logprobs in sampled])
     attention = choose_attention("auto", device=torch.device(DEVICE), dtype=torch.bfloat16)
     scorer = random_model(shape, tie_word_embeddings=False)
     scorer.load_state_dict(weights)
     scorer.eval().set_attn_implementation(registered(attention))
+    rows = [torch.tensor(prompt + tokens) for prompt, tokens, _ in sampled]
     with torch.no_grad():
-        scored = Packed.of([torch.tensor(prompt + tokens) for prompt, tokens, _ in sampled]).score(Policy(scorer)).cpu()
-    differences, at = [], 0
-    for prompt, tokens, logprobs in sampled:
-        at += len(prompt) - 1
-        differences += (scored[at : at + len(tokens)] - torch.tensor(logprobs)).abs().tolist()
-        at += len(tokens)
-    return differences
+        packed = Packed.of(rows).score(Policy(scorer)).cpu()
+    learner = packed.view(len(rows), -1)[:, -num_tokens:]
+    scorer.set_attn_implementation("sdpa")
+    plain = _plain_logprobs(scorer, torch.stack(rows), num_tokens)
+    exact = _plain_logprobs(scorer.float(), torch.stack(rows), num_tokens)
+    return LagZero(*((one - other).abs().flatten().tolist() for one, other in (
+        (actor, learner), (actor, exact), (learner, exact), (plain, exact),
+    )))
+
+
+def _plain_logprobs(model: torch.nn.Module, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """float32 [sequences, count]: of the last tokens, by transformers' own pass and an output layer in float32."""
+    tokens = tokens.to(DEVICE)
+    with torch.no_grad():
+        hidden = model.model(tokens).last_hidden_state[:, -count - 1 : -1].float()
+        logprobs = torch.log_softmax(hidden @ model.get_output_embeddings().weight.float().T, dim=-1)
+    return logprobs.gather(-1, tokens[:, -count:, None])[..., 0].cpu()
 
 
 # --- FSDP2 --------------------------------------------------------------------------------------------------------

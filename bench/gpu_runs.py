@@ -99,8 +99,8 @@ def launch(words: Sequence[str], folder: Path, log: Path) -> LaunchedRun | None:
 
 
 def keep_logs(folder: Path, target: Path) -> None:
-    """The logs of a run, in one file that is small enough to carry away."""
+    """The logs and metrics of a run, in one file that is small enough to carry away."""
     with target.open("w") as out:
-        for path in sorted((folder / "logs").glob("*.log")):
+        for path in (*sorted((folder / "logs").glob("*.log")), *folder.glob("metrics.jsonl")):
             out.write(f"== {path.name}\n{path.read_text(errors='replace')[-200_000:]}\n")
     shutil.rmtree(folder, ignore_errors=True)

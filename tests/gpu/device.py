@@ -19,9 +19,10 @@ needs_gpu = [
 
 def start(script: str, *words: str, **environment: str) -> subprocess.Popen[str]:
     """A Python process of its own; what it says on stderr is ours."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # wheels may lie beside torch
     return subprocess.Popen(
         [sys.executable, "-c", script, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **environment},
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **environment},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from statistics import fmean
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from actors.engines.native.forward import wide_logits
 from actors.engines.vllm.gpu import utilization
 from learner.model.optimizer import allocate_moments, make_optimizer
+from learner.model.tiny import make_tiny_model
 from learner.ranks.mesh import Ranks
 from learner.setup.device import limit_gpu_memory
 from streamrl.config.schema import OptimizerConfig
@@ -60,10 +62,7 @@ def test_the_learners_allocator_has_expandable_segments():
     assert finish(start(SEGMENTS)).strip() == "True"
 
 
-SHARE = """
-import torch
-from learner.setup.device import limit_gpu_memory
-limit_gpu_memory(0.1, torch.device("cuda", 0))
+KEPT = """
 total = torch.cuda.mem_get_info(0)[1]
 torch.empty(int(0.05 * total), dtype=torch.uint8, device="cuda")
 try:
@@ -72,6 +71,22 @@ try:
 except torch.OutOfMemoryError:
     print("kept to it")
 """
+SHARE = """
+import torch
+from learner.setup.device import limit_gpu_memory
+limit_gpu_memory(0.1, torch.device("cuda", 0))
+""" + KEPT
+ACTOR_SHARE = """
+import sys
+from pathlib import Path
+import torch
+from actors.engines.base import EngineSpec
+from actors.engines.native.engine import NativeEngine
+NativeEngine.from_spec(EngineSpec(
+    model_dir=Path(sys.argv[1]), tokenizer=None, max_num_seqs=2, max_tokens=8, max_new_tokens=4, device="cuda",
+    memory_share=0.1,
+))
+""" + KEPT
 
 
 def test_a_share_of_a_gpu_is_kept_to():
@@ -109,7 +124,15 @@ def test_logits_of_half_precision_come_out_in_float32():
 
 
 def test_an_actor_samples_with_the_log_probs_that_the_learner_computes():
+    """Within rounding: both are as far from float32 as one plain pass in bfloat16, and no farther from each other."""
     from bench.gpu_learner import measure_lag_zero
 
-    differences = measure_lag_zero("0.6b", 8, 64, seed=0)
-    assert sum(differences) / len(differences) < 0.05  # half of publish.probe_tolerance
+    found = measure_lag_zero("0.6b", 8, 64, seed=0)
+    plain = fmean(found.plain)
+    assert plain > 0 and fmean(found.actor) < 1.25 * plain and fmean(found.learner) < 1.25 * plain
+    assert fmean(found.actor_to_learner) < 1.75 * plain  # independent errors differ by 1.41 of one
+
+
+def test_a_share_of_an_actor_holds_for_a_device_without_a_number(tmp_path):
+    model = make_tiny_model(tmp_path, characters="abc", hidden_size=32, num_layers=1, num_heads=2)
+    assert finish(start(ACTOR_SHARE, str(model))).strip() == "kept to it"
