@@ -51,7 +51,8 @@ def real_size_words(model: Path, steps: int) -> list[str]:
         "rollout.train.sampling.max_new_tokens=512", "rollout.train.sampling.ignore_eos=true",
         "learner.max_tokens_per_device=16384", "policy.gradient_checkpointing=true", "launch.num_actors=1",
         "eval.num_samples=8", "eval.every_steps=0", "checkpoint.every_steps=0", "checkpoint.export_hf=false",
-        "rollout.test.sampling.max_new_tokens=64", *_devices("shm,zmq"),
+        "rollout.test.sampling.max_new_tokens=64", "filter.zero_std=false", "actors.num_concurrent=192",
+        *_devices("shm,zmq"),
     ]
 
 

@@ -59,6 +59,8 @@ class LiveBytes(TorchDispatchMode):
             return NotImplemented  # it comes again, as operators on the local parts
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
             out = grouped_product(*args[:2], args[2] if len(args) > 2 else kwargs["offs"])
+        elif func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 cannot do it without memory
+            out = kwargs["out"]
         else:
             out = func(*args, **(kwargs or {}))
         if func.namespace in _COMMUNICATION:

@@ -95,6 +95,7 @@ def test_a_share_of_a_gpu_is_kept_to():
 
 
 def test_moments_are_allocated_before_the_first_step():
+    torch.nn.Linear(8, 8, device="cuda")(torch.ones(1, 8, device="cuda")).sum().backward()  # workspaces of cuBLAS
     torch.cuda.empty_cache()
     model = torch.nn.Linear(4096, 4096, device="cuda")
     optimizer = make_optimizer(model, OptimizerConfig())
