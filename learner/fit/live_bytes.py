@@ -25,6 +25,8 @@ from learner.ranks.mesh import local_part
 
 ACTIVATIONS, GATHERED, GRADIENTS, LOGITS = "activations", "gathered weights and gradients", "gradients", "logits"
 _COMMUNICATION = ("fsdp", "c10d", "_c10d_functional")  # operators that move sharded parameters and gradients
+# They write where their arguments are; torch 2.11 fails at the one, and for the other makes a copy of every state.
+_IN_PLACE = (torch.ops.aten.addmm.dtype_out, torch.ops.aten._fused_adamw_.default)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -55,12 +57,12 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and note what it made."""
+        if func in _IN_PLACE:
+            return kwargs.get("out")
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, as operators on the local parts
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
             out = grouped_product(*args[:2], args[2] if len(args) > 2 else kwargs["offs"])
-        elif func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 cannot do it without memory
-            out = kwargs["out"]
         else:
             out = func(*args, **(kwargs or {}))
         if func.namespace in _COMMUNICATION:

@@ -1,4 +1,4 @@
-"""Devices, memory and number types that only a GPU can show: each fails without what it is about. Not run yet."""
+"""Devices, memory and number types that only a GPU can show: each fails without what it is about."""
 
 from __future__ import annotations
 
