@@ -1,9 +1,10 @@
 """Are sessions of agents lost or trained twice where agents die, answers get lost and an actor is killed?
 
-The agent (`bench.agents_program`) uses the package openai against two actors of a small model, over weights installed
-in flight. A third of the agents die, one answer in twenty is lost so that the SDK repeats the call, and one actor is
-killed. Counted from the run's log: trajectories trained, those trained twice, groups that are missing, and the largest
-root mean square, over the tokens of a batch at lag 0, of the actors' log-probs minus the learner's at their version.
+The agent (`bench.agents_program`) uses the packages openai (chat completions, responses) and anthropic (messages)
+against two actors of a small model, over weights installed in flight. A third of the agents die, one answer in twenty
+is lost so that the SDK repeats the call, and one actor is killed. Counted from the run's log: trajectories trained,
+those trained twice, groups that are missing, and the largest difference of a sampled token's log-prob from the
+learner's at the token's version, with the versions trained again from the log.
 
 Run: python -m bench.agents [--sessions 1000] [--quick]
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import math
 import os
 import signal
@@ -60,7 +60,7 @@ def measured(steps: int, seed: int, folder: Path) -> dict[str, Any]:
         stderr=subprocess.DEVNULL,
     ) as launcher:
         try:
-            _wait(lambda: _last_step(run_dir) >= steps // 3)
+            _wait(launcher, lambda: _last_step(run_dir) >= steps // 3)
             os.kill(_an_actor(launcher.pid), signal.SIGKILL)
             launcher.wait(900)
         finally:
@@ -73,9 +73,8 @@ def counted(run_dir: Path, answers: Path, noted: collections.Counter[str], steps
     import pyarrow.parquet as pq
 
     rows = [row for row in pq.read_table(answers).to_pylist() if row["trained_at"] is not None]
+    sampled = [set(row["versions"]) - {-1} for row in rows]
     of_groups = collections.Counter(row["group_id"] for row in rows)
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    mismatches = [row["drift/mismatch"] for row in metrics if "drift/mismatch" in row]
     return {
         "steps": steps, "trained": len(rows), "sessions": noted["done"] + noted["died"], "died": noted["died"],
         "answers_lost": noted["dropped"], "actors_killed": 1,
@@ -83,10 +82,43 @@ def counted(run_dir: Path, answers: Path, noted: collections.Counter[str], steps
         "lost": steps * GROUPS - sum(size == MEMBERS for size in of_groups.values()),
         "turns": sorted({row["num_turns"] for row in rows}),
         "sequences": sorted({row["num_sequences"] for row in rows}),
-        "versions": len({version for row in rows for version in row["versions"]} - {-1}),
-        "over_installs": sum(len(set(row["versions"]) - {-1}) > 1 for row in rows),
-        "mismatch": math.sqrt(max(mismatches)), "mismatch_batches": len(mismatches),
+        "calls": {name: noted[name] for name in ("chat", "messages", "responses")},
+        "versions": len(set().union(*sampled)), "over_installs": sum(len(one) > 1 for one in sampled),
+        "installs_in_flight": len({version for one in sampled for version in one - {min(one)}}),
+        **mismatch(run_dir),
     }
+
+
+def mismatch(run_dir: Path) -> dict[str, Any]:
+    """The largest difference of log-probs over all sampled tokens, each at the version that sampled it."""
+    import torch
+
+    from learner.data.packing import pack
+    from learner.data.trajectories import TrajectoryReader
+    from learner.replay.opened import open_run
+    from streamrl.messages import GroupOrigin
+
+    run = open_run(run_dir, at_most=0)
+    history, reader, policy = run.history, TrajectoryReader(vocab_size=run.vocab_size), run.trainer.networks.policy
+    rows = [
+        row for batch in history.batches for one in history.arrivals(batch)
+        for row in reader.read([one.frame], version=batch.cut.version,
+                               origins=[GroupOrigin(one.actor_id, one.prompt_index)])
+    ]
+    sampled = [set(row.versions[row.mask].tolist()) for row in rows]
+    largest, num = 0.0, 0
+    for version in sorted(set().union(*sampled)):
+        compared = [one.versions for one in run.train(upto=version)]
+        assert not any(text for one in compared for text in one.values()), compared
+        places = [place for place, versions in enumerate(sampled) if version in versions]
+        for batch in pack(rows, run.trainer.settings.max_tokens, places=places):
+            with torch.no_grad(), run.trainer.with_wire_precision():
+                logprobs, _ = policy(batch.tokens, batch.positions, batch.packing, batch.score_index, batch.targets,
+                                     batch.temperatures, sets=batch.sets)
+            chosen = batch.mask & (batch.versions == version)
+            differences = (batch.padded(logprobs) - batch.behavior_logprobs)[chosen].abs()
+            largest, num = max(largest, differences.max().item()), num + differences.numel()
+    return {"mismatch": largest, "tokens_scored": num, "tokens_sampled": sum(int(row.mask.sum()) for row in rows)}
 
 
 def _an_actor(launcher: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import sys
 import threading
 
 import httpx
@@ -114,3 +116,54 @@ def test_programs_outside_play_every_episode_and_are_paid_exactly_once(harness: 
     assert harness.summary()["steps"] == 2 and len(rewards) >= 8
     numbers = {round((reward - 1) * 1024) for reward in rewards}
     assert len(numbers) == len(rewards) and not any(number % 4 == 0 for number in numbers)
+
+
+BY_OPENAI = """
+import json, os
+import openai
+
+record = json.load(open(os.environ["STREAMRL_RECORD"]))
+client = openai.OpenAI()
+messages = [{"role": "user", "content": record["prompt"]}]
+for _ in range(2):
+    completion = client.chat.completions.create(model="gpt-5", messages=messages, temperature=0.2)
+    messages.append(completion.choices[0].message)
+    messages.append({"role": "user", "content": "a"})
+print(completion.choices[0].message.content)
+"""
+BY_ANTHROPIC = """
+import json, os
+import anthropic
+
+record = json.load(open(os.environ["STREAMRL_RECORD"]))
+client = anthropic.Anthropic()
+messages = [{"role": "user", "content": record["prompt"]}]
+for _ in range(2):
+    with client.messages.stream(model="claude-opus-5", max_tokens=64, messages=messages) as stream:
+        said = stream.get_final_message()
+    messages += [{"role": "assistant", "content": said.content}, {"role": "user", "content": "a"}]
+print(json.dumps({"reward": len(said.content[0].text) / 64, "calls": 2.0}))
+"""
+
+
+@pytest.mark.parametrize("script", [BY_OPENAI, BY_ANTHROPIC], ids=["openai", "anthropic"])
+def test_a_script_of_an_sdk_trains_unchanged(harness: RunHarness, script: str, request):
+    pytest.importorskip(request.node.callspec.id)
+    (harness.path / "agent.py").write_text(script)
+    launched = harness.launch(
+        f"env.agent_command='{sys.executable} {harness.path}/agent.py'", "env.max_turns=2",
+        "rollout.max_prompt_tokens=48", "trainer.num_steps=3", "launch.num_actors=2", "eval.num_samples=0", "filter.zero_std=false",
+        "rollout.num_prompts_per_step=2", "rollout.num_responses_per_prompt=2", "actors.num_concurrent=4",
+    )
+    assert harness.finish(launched, 240) == 0, harness.logs()
+    rows, summary = harness.metrics(), harness.summary()
+    steps = [row for row in rows if "rollout/num_turns/train" in row]
+    assert summary["steps"] == len(steps) == 3
+    assert all(math.isfinite(row["reward/trained"]) for row in steps)
+    assert all(row["rollout/num_turns/train"] == 2 and row["rollout/sequences_per_trajectory"] == 1 for row in steps)
+    assert rows[-1]["hub/num_episodes_failed"] == rows[-1]["hub/num_leases_lost"] == 0
+    command(harness, "stream", str(harness.run_dir), "--outcome", "accepted", "--export", "answers.parquet")
+    answers = pq.read_table(harness.path / "answers.parquet").to_pylist()
+    trained = [(one["group_id"], one["member"]) for one in answers if one["trained_at"] is not None]
+    assert len(trained) == len(set(trained)) == 3 * 2 * 2
+    assert not harness.leftovers()
