@@ -152,8 +152,9 @@ def test_a_script_of_an_sdk_trains_unchanged(harness: RunHarness, script: str, r
     (harness.path / "agent.py").write_text(script)
     launched = harness.launch(
         f"env.agent_command='{sys.executable} {harness.path}/agent.py'", "env.max_turns=2",
-        "rollout.max_prompt_tokens=48", "trainer.num_steps=3", "launch.num_actors=2", "eval.num_samples=0", "filter.zero_std=false",
-        "rollout.num_prompts_per_step=2", "rollout.num_responses_per_prompt=2", "actors.num_concurrent=4",
+        "rollout.max_prompt_tokens=48", "trainer.num_steps=3", "launch.num_actors=2", "eval.num_samples=0",
+        "filter.zero_std=false", "rollout.num_prompts_per_step=2", "rollout.num_responses_per_prompt=2",
+        "actors.num_concurrent=4",
     )
     assert harness.finish(launched, 240) == 0, harness.logs()
     rows, summary = harness.metrics(), harness.summary()
