@@ -5,12 +5,16 @@ A name stands in the path, /sessions/<id>/v1/..., or in the header X-Session-ID.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 from aiohttp import web
 
 from actors.endpoint.sessions import Keys, Session
+
+BODY_S = 60.0
+"""Longest wait for the rest of a request that has begun; a client that hangs is told so and loses its connection."""
 
 
 class ApiError(Exception):
@@ -51,7 +55,13 @@ def over() -> ApiError:
 
 async def body_of(request: web.Request) -> tuple[dict[str, Any], bytes]:
     """The JSON object of a request, and its bytes."""
-    raw = await request.read()
+    try:
+        async with asyncio.timeout(BODY_S):
+            raw = await request.read()
+    except TimeoutError as error:
+        raise ApiError(
+            408, "request_timeout", f"the rest of the body did not come within {BODY_S:g} s: send the request again"
+        ) from error
     try:
         body = json.loads(raw)
     except ValueError as error:

@@ -33,6 +33,7 @@ from actors.endpoint.sessions import Answer, Keys, Session, Sessions
 from actors.endpoint.tokens_json import TOKENS
 from actors.trajectory.rules import PromptTooLongError
 from streamrl.errors import EngineError, EpisodeFullError, TaskError
+from streamrl.transport.peers import raise_descriptor_limit
 
 FORMS = {
     "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES,
@@ -54,6 +55,7 @@ class _Asker:
 
 async def serve(sessions: Keys, host: str, port: int) -> tuple[web.AppRunner, int]:
     """Listen; returns what ends it (`cleanup`) and the port. Raises OSError for an address that cannot be had."""
+    raise_descriptor_limit()  # each connection is one
     server = _Server(sessions)
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
     for prefix in ("", "/sessions/{session}"):

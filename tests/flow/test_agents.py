@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import resource
 import socket
 import sys
 import threading
+from contextlib import ExitStack
 
 import httpx
 import pyarrow.parquet as pq
 import pytest
 
-from tests.flow.processes import RunHarness
+from tests.flow.processes import RunHarness, free_port, wait_until
 from tests.flow.test_lora_commands import command
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
@@ -70,9 +72,7 @@ def test_a_parent_and_its_subagent_train_exactly_once_and_token_by_token(harness
 
 
 def test_programs_outside_play_every_episode_and_are_paid_exactly_once(harness: RunHarness, monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("ADMIN", "sk-admin")
     launched = harness.launch(
         "env.agent=outside", "actors.endpoint.admin_key_env=ADMIN", f"actors.endpoint.bind={address}",
@@ -163,8 +163,66 @@ def test_a_script_of_an_sdk_trains_unchanged(harness: RunHarness, script: str, r
     assert all(math.isfinite(row["reward/trained"]) for row in steps)
     assert all(row["rollout/num_turns/train"] == 2 and row["rollout/sequences_per_trajectory"] == 1 for row in steps)
     assert rows[-1]["hub/num_episodes_failed"] == rows[-1]["hub/num_leases_lost"] == 0
+    assert len(_trained(harness)) == 3 * 2 * 2
+    assert not harness.leftovers()
+
+
+HANGING = """
+import asyncio, httpx, json, pathlib
+held = []
+
+async def hang(url, head, body):
+    host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
+    held.append(await asyncio.open_connection(host, int(port)))
+    held[-1][1].write(f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\n{head}\\r\\n{body}".encode())
+
+async def run(record, base_url, api_key):
+    body = {"messages": [{"role": "user", "content": record["prompt"]}]}
+    while not pathlib.Path("CONNECTED").exists():
+        await asyncio.sleep(0.05)
+    key = f"x-api-key: {api_key}\\r\\n"
+    await hang(base_url, f"{key}Content-Length: 9999\\r\\n", "{")          # the rest never comes
+    await hang(base_url, f"{key}Content-Length: {len(json.dumps(body))}\\r\\n", json.dumps(body))  # never read
+    async with httpx.AsyncClient(base_url=base_url, headers={"x-api-key": api_key}) as http:
+        (await http.post("/chat/completions", json=body | {"max_tokens": 9})).raise_for_status()
+"""
+
+
+def test_a_thousand_idle_connections_and_clients_that_hang_lose_nothing(harness: RunHarness):
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < 2000:
+        pytest.skip(f"this machine allows {limit} descriptors, and the test opens 1,000")
+    (harness.path / "agent.py").write_text(HANGING.replace("CONNECTED", str(harness.path / "connected")))
+    port = free_port()
+    launched = harness.launch(
+        f"env.agent={harness.path}/agent.py:run", f"actors.endpoint.bind=127.0.0.1:{port}", "launch.num_actors=1",
+        "env.max_turns=2", "trainer.num_steps=4", "eval.num_samples=0", "filter.zero_std=false",
+    )
+    with ExitStack() as idle:
+        wait_until(lambda: _connected(port, idle), 120, "the endpoint", harness.logs)
+        for _ in range(999):
+            assert _connected(port, idle)
+        (harness.path / "connected").touch()
+        assert harness.finish(launched, 240) == 0, harness.logs()
+    last = harness.metrics()[-1]
+    assert harness.summary()["steps"] == 4
+    assert last["hub/num_episodes_failed"] == last["hub/num_leases_lost"] == 0
+    assert len(_trained(harness)) == 4 * 8 * 4
+    assert not harness.leftovers()
+
+
+def _connected(port: int, idle: ExitStack) -> bool:
+    try:
+        idle.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+    except ConnectionError:
+        return False
+    return True
+
+
+def _trained(harness: RunHarness) -> set[tuple[int, int]]:
+    """Trajectories by group and member; each was trained once."""
     command(harness, "stream", str(harness.run_dir), "--outcome", "accepted", "--export", "answers.parquet")
     answers = pq.read_table(harness.path / "answers.parquet").to_pylist()
     trained = [(one["group_id"], one["member"]) for one in answers if one["trained_at"] is not None]
-    assert len(trained) == len(set(trained)) == 3 * 2 * 2
-    assert not harness.leftovers()
+    assert len(trained) == len(set(trained))
+    return set(trained)

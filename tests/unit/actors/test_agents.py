@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import shlex
 import socket
 import sys
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from actors.endpoint.access import BODY_S
 from actors.endpoint.endpoint import Endpoint
 from actors.rollout import run_group, sendable
 from actors.settings import make_endpoint
@@ -25,7 +27,7 @@ from streamrl.messages import MemberStatus, Outcome, ReturnReason
 from streamrl.messages.codec import unpack_ids
 from streamrl.named_code import check_allowed
 from streamrl.processes import process_state
-from tests.unit.actors.fakes import installed_engine, lease, make_runner, run, until
+from tests.unit.actors.fakes import JumpingLoop, installed_engine, jump, lease, make_runner, run, until
 from tests.unit.actors.test_rewritten_history import TOKENIZER, Renderer, replies, sequences
 from tests.unit.envs.adapters.test_interaction_loops import LIMITS, RECORD, START, member_of
 
@@ -462,15 +464,39 @@ def test_a_hub_may_not_name_an_agent_that_the_actor_does_not_allow():
         check_allowed(given, given)
 
 
-def test_many_idle_connections_do_not_keep_an_agent_waiting():
-    async def agent(session, asks):
-        host, port = session.base_url.removeprefix("http://").removesuffix("/v1").split(":")
-        idle = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
-        idle[0][1].write(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 9999\r\n\r\n{")  # and no more
-        try:
-            return float((await ask(asks, Q)).status_code == 200)
-        finally:
-            for _, writer in idle:
-                writer.close()
+def test_a_thousand_idle_connections_and_clients_that_hang_do_not_keep_an_agent_waiting(descriptor_limit):
+    async def work():
+        async def agent(session, asks):
+            host, port = session.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+            held.extend([await asyncio.open_connection(host, int(port)) for _ in range(1000)])
+            begun = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.api_key}\r\n"
+            held[0][1].write(begun.encode())  # and no more
+            held[1][1].write(f"{begun}Content-Length: 9999\r\n\r\n{{".encode())
+            first = await ask(asks, Q)
+            await jump(BODY_S + 1)
+            late = (await held[1][0].readuntil(b"}}")).decode()
+            assert late.startswith("HTTP/1.1 408 ") and '"code": "request_timeout"' in late
+            return float(first.status_code == 200 == (await ask(asks, Q)).status_code)
 
-    assert member_of(play(AgentLoop(agent), "x")[0]).reward == 1.0
+        held: list = []
+        runner = make_runner(AgentLoop(agent), await installed_engine(replies("x", "y")), max_turns=5,
+                             renderer=Renderer(TOKENIZER), max_prompt_tokens=40, step_timeout_s=1000.0)
+        member = member_of(await run_group(lease(prompt=json.dumps(RECORD).encode()), runner))
+        assert member.reward == 1.0 and sequences(member) == [f"{START}|x", f"{START}|y"]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 2000
+        await runner.close()
+        for _, writer in held:
+            writer.close()
+
+    run(work, loop_factory=JumpingLoop)
+
+
+@pytest.fixture
+def descriptor_limit():
+    """A limit that 1,000 connections would go beyond, as on many machines."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4000:
+        pytest.skip(f"this machine allows {hard} descriptors, both ends of 1,000 connections are 2,000")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
