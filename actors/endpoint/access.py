@@ -60,7 +60,7 @@ async def body_of(request: web.Request) -> tuple[dict[str, Any], bytes]:
             raw = await request.read()
     except TimeoutError as error:
         raise ApiError(
-            408, "request_timeout", f"the rest of the body did not come within {BODY_S:g} s: send the request again"
+            408, "request_timeout", f"the rest of the body did not come within {BODY_S:g} s: give it whole"
         ) from error
     try:
         body = json.loads(raw)
