@@ -12,6 +12,7 @@
 # make chaos        50 seeds of faults against real processes, and their histories checked: docs/reliability.md
 # make package-test the wheel in an empty environment, from an empty directory
 # make oracles      set up two more environments, then test the algorithms against other people's implementations
+# make verifiers    set up one more, then train on a taskset of the package verifiers
 
 PYTHON ?= python3
 VENV   := .venv
@@ -26,7 +27,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes, each of which would compile the project again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install gpu quickstart vllm test test-slow test-all lint site smollm2 slurm mlflow bench oracles peers staleness chaos docs-test package-test clean
+.PHONY: install gpu quickstart vllm test test-slow test-all lint site smollm2 slurm mlflow bench oracles verifiers peers staleness chaos docs-test package-test clean
 
 # An environment that `make gpu` made stays one: neither the CPU's lists nor its pins go over it.
 ifeq ($(wildcard $(GPU)),)
@@ -134,6 +135,14 @@ oracles: .venv-oracles/.installed .venv-oracles-verl/.installed
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c $<
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
+
+verifiers: install .venv-verifiers/.installed
+	$(BIN)/python -m pytest tests/flow/test_verifiers.py
+
+.venv-verifiers/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 uv
 	touch $@
 
 staleness: install

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, fields
 from functools import partial
 
+from envs.agents.verifiers import PREFIX as VERIFIERS
 from envs.registry import REGISTERED
 from envs.tasks.named import FORMATS, NAMED
 from envs.tasks.reasoning import PREFIX, ReasoningTask, config_class, dataset_names
@@ -34,7 +35,8 @@ def entries() -> list[Entry]:
     every = "answer_format, format_reward, ... and the data set's own: streamrl tasks reasoning_gym.NAME"
     gem = "id, template, num_train, num_test and those of the environment"
     named = Entry("gem", "An environment of the package gem-llm, which must be installed.", gem)
-    return [*listed, *formats, named, Entry(f"{PREFIX}NAME", "Any data set of the reasoning_gym package.", every)]
+    own = Entry(f"{VERIFIERS}ID", "A taskset of verifiers, in an environment of its own.", "python, num_test, --env.*")
+    return [*listed, *formats, named, own, Entry(f"{PREFIX}NAME", "Any data set of the reasoning_gym package.", every)]
 
 
 def lines(words: list[str]) -> list[str]:

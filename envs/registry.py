@@ -3,6 +3,7 @@
     string.reverse              a registered task; `envs.catalog` lists them
     reasoning_gym.chain_sum     a dataset of the reasoning_gym package
     gem                         an environment of the GEM package, named by its id
+    verifiers:my-taskset        a taskset of verifiers, in an environment of its own
     my_package.tasks:MyTask     a class (or a function that returns a task) on the import path
     path="my_task.py"           a file that need not be on the import path
 
@@ -18,6 +19,8 @@ from typing import Any
 
 from envs.adapters.gem import gem_task
 from envs.agents.task import with_agent
+from envs.agents.verifiers import PREFIX as VERIFIERS
+from envs.agents.verifiers import VerifiersTask
 from envs.data_task import TaskSettings, task_from_data
 from envs.task_file import NO_TASK, PARTS, construct, task_from_file
 from envs.tasks.by_field import FieldTask
@@ -124,6 +127,8 @@ def _factory(name: str) -> Callable[..., Any]:
         return gem_task
     if name.startswith(PREFIX):
         return partial(ReasoningTask, name.removeprefix(PREFIX))
+    if name.startswith(VERIFIERS):
+        return partial(VerifiersTask, name.removeprefix(VERIFIERS))
     if ":" not in name:
         # The package is only imported for the spelling check of a name that failed already.
         candidates = [*REGISTERED, *(PREFIX + dataset for dataset in dataset_names())]

@@ -37,9 +37,10 @@ def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if (variable := _section(actors, "endpoint").get("admin_key_env")) is not None:
         yield "actors.endpoint.admin_key_env", str(variable)
     # vLLM imports some of its arguments, which and in what form depends on its version; choices are single words.
-    yield from (
-        ("actors.vllm", text) for text in _texts(_section(actors, "vllm")) if any(mark in text for mark in ".:/")
-    )
+    # Options of a taskset of verifiers name its interpreter, and functions.
+    options = _section(env, "options") if str(env.get("name")).startswith("verifiers:") else {}
+    for setting, section in (("actors.vllm", _section(actors, "vllm")), ("env.options", options)):
+        yield from ((setting, text) for text in _texts(section) if any(mark in text for mark in ".:/"))
     for prefix, tables in (("eval.datasets", _section(_section(settings, "eval"), "datasets")),
                            ("env.tasks", _section(env, "tasks"))):
         for name, one in tables.items():

@@ -78,6 +78,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     "flow/test_search.py": "three launched runs",
     "flow/test_two_launches.py": "a launched run, and commands beside it",
     "flow/test_verbs.py": "a launched run that is scaled, drained, stopped and resumed",
+    "flow/test_verifiers.py": "a launched run, with the package verifiers; unit/actors/test_verifiers.py has our side",
     "flow/test_verify.py": "a launched run, its bundle edited in a dozen ways, and batches of it trained again",
     "flow/test_vllm_actors.py": "runs with real vLLM engines, which start three times",
     "package/test_distributions.py": "builds both distributions",
