@@ -78,7 +78,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     "flow/test_search.py": "three launched runs",
     "flow/test_two_launches.py": "a launched run, and commands beside it",
     "flow/test_verbs.py": "a launched run that is scaled, drained, stopped and resumed",
-    "flow/test_verifiers.py": "a launched run, with the package verifiers; unit/actors/test_verifiers.py has our side",
+    "flow/test_verifiers.py": "a launched run, and evaluations of it; unit/actors/test_verifiers.py has our side",
     "flow/test_verify.py": "a launched run, its bundle edited in a dozen ways, and batches of it trained again",
     "flow/test_vllm_actors.py": "runs with real vLLM engines, which start three times",
     "package/test_distributions.py": "builds both distributions",
@@ -107,6 +107,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     "unit/architectures/test_families.py": {
         "test_a_family_that_is_built_like_others_is_exact_too": "one family of each kind is in `make test`",
     },
+    "unit/bench/test_agents.py": "240 trajectories of agents that die; flow/test_agents.py has agents, too",
     "unit/bench/test_gpu_dry_run.py": {
         "test_every_section_does_its_work_with_small_shapes_on_a_cpu": "every GPU benchmark",
     },
