@@ -21,6 +21,9 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
 
   streamrl launch experiment=quickstart           a learner and its actors, supervised and stopped together
   streamrl launch -m staleness.eta=0,4 ...        one run for each combination, then a comparison
+  streamrl sft [key=value ...]                    supervised training, on answers of a file (data.path)
+  streamrl dpo [key=value ...]                    training on pairs of a better and a worse answer
+  streamrl train-reward-model [key=value ...]     a reward model from such pairs
   streamrl fit MODEL [--gpus 8] [--memory 80GB]   which settings fit, before a GPU is there
   streamrl eval MODEL_OR_RUN [key=value ...]      score a model on held-out prompts, without a learner
   streamrl chat MODEL_OR_RUN                      talk to it
@@ -109,6 +112,7 @@ def main() -> int:
         "launch": launch, "settings": settings, "report": report, "samples": samples, "join": join, "replay": replay,
         **{name: partial(_become, module) for name, module in PROGRAMS.items()},
         **{name: partial(_call, module, name) for name, module in MODULES.items()},
+        **{name: partial(supervised, name) for name in ("sft", "dpo", "train-reward-model")},
         **{name: verb(name) for name in ("status", "scale", "drain", "resume")},
     }
     if command in ("-h", "--help", "help", ""):
@@ -183,6 +187,11 @@ def join(words: list[str]) -> int:
 def replay(words: list[str]) -> int:
     """The run's log again: by a learner, or with --rewards by the environment alone."""
     return _become("actors.recorded" if "--rewards" in words else "learner.replay", words)
+
+
+def supervised(kind: str, words: list[str]) -> int:
+    """A trainer beside RL: this process becomes it."""
+    return _become("learner.supervised", [kind, *words])
 
 
 def _call(module: str, name: str, words: list[str]) -> int:

@@ -55,14 +55,17 @@ class _File:
     digests: np.ndarray  # [N] uint64
 
 
-def open_dataset(settings: DataConfig) -> Dataset:
+def open_dataset(settings: DataConfig, shape: RecordShape | None = None) -> Dataset:
     """The records that the settings name.
+
+    Args:
+        shape: what reads and checks them; None takes prompts and answers, by `data.prompt_key` and `data.answer_key`.
 
     Raises:
         TaskError: a file that cannot be read, a record without a prompt (unless data.on_bad_record=skip), nothing left
             to hold out.
     """
-    shape = RecordShape(settings.prompt_key, settings.answer_key)
+    shape = shape or RecordShape(settings.prompt_key, settings.answer_key)
     files = _open_all(settings.path, shape, settings, "data.path")
     if settings.num_samples is not None:
         files = [_File(f.source, f.indices[: settings.num_samples], f.digests[: settings.num_samples]) for f in files]

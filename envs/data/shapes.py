@@ -120,6 +120,17 @@ def lookup(record: Record, key: str) -> Any:
 
 
 def conversation(field: str, value: Any) -> list[ChatMessage]:
+    """Messages that the model answers, as `turns`. Raises TaskError naming the field."""
+    messages = turns(field, value)
+    if messages[-1].role == "assistant":
+        raise TaskError(
+            f"field {field!r} ends with an assistant message: leave it out, the model writes the next one "
+            "(a right answer belongs into a field of its own, such as answer)"
+        )
+    return messages
+
+
+def turns(field: str, value: Any) -> list[ChatMessage]:
     """Messages from a text, a list of messages or one message. Raises TaskError naming the field."""
     if isinstance(value, str) and field == "messages" and value.lstrip().startswith(("[", "{")):
         value = _parsed(field, value)  # a column of a CSV or Parquet file that holds JSON
@@ -127,16 +138,10 @@ def conversation(field: str, value: Any) -> list[ChatMessage]:
         if not value.strip():
             raise TaskError(f"field {field!r} is empty")
         return [ChatMessage("user", value)]
-    turns = [value] if isinstance(value, Mapping) else value
-    if not isinstance(turns, list | tuple) or not turns:
+    found = [value] if isinstance(value, Mapping) else value
+    if not isinstance(found, list | tuple) or not found:
         raise TaskError(f'field {field!r} is {shown(value)}: give a text, or a list of {{"role": ..., "content": ...}}')
-    messages = [_message(field, number, turn) for number, turn in enumerate(turns, 1)]
-    if messages[-1].role == "assistant":
-        raise TaskError(
-            f"field {field!r} ends with an assistant message: leave it out, the model writes the next one "
-            "(a right answer belongs into a field of its own, such as answer)"
-        )
-    return messages
+    return [_message(field, number, turn) for number, turn in enumerate(found, 1)]
 
 
 def _message(field: str, number: int, turn: Any) -> ChatMessage:

@@ -106,8 +106,8 @@ class Recorder:
                 "num_unanswered": result.num_unanswered,
             }) + b"\n")
 
-    def step(self, step: int, meter: Meter, status: HubStatus, *, version: int, epoch: int) -> None:
-        """Flush one step's row."""
+    def step(self, step: int, meter: Meter, status: HubStatus | None, *, version: int, epoch: int) -> None:
+        """Flush one step's row; `status` is None in a run without a hub."""
         row = meter.flush(step)
         tokens = float(row.get("policy/num_tokens", 0.0))
         self.trained_tokens += int(tokens)
@@ -117,9 +117,11 @@ class Recorder:
             row["throughput/trajectories_per_s"] = float(row.get("policy/num_trajectories", 0.0)) / seconds
             row["time/learner_idle_fraction"] = float(row.get("time/wait_s", 0.0)) / seconds
         num_trained = float(row.get("policy/num_groups", 0.0))
-        counts = self._hub_counts.since_last(status.counters, num_trained=num_trained)
-        self.write(
-            step, {**row, **counts, **self._run_keys(version, epoch), **hub_keys(status), **actor_rates(status)})
+        of_hub = {**self._counted(status, num_trained), **actor_rates(status)} if status is not None else {}
+        self.write(step, {**row, **self._run_keys(version, epoch), **of_hub})
+
+    def _counted(self, status: HubStatus, num_trained: float = 0.0) -> dict[str, float]:
+        return {**self._hub_counts.since_last(status.counters, num_trained=num_trained), **hub_keys(status)}
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         row = {key: value for key, value in row.items() if key != "step"}
@@ -143,7 +145,7 @@ class Recorder:
         }
 
     def close(
-        self, step: int, status: HubStatus, *, version: int, epoch: int, stopped: str = "", failed: str = ""
+        self, step: int, status: HubStatus | None, *, version: int, epoch: int, stopped: str = "", failed: str = ""
     ) -> Summary:
         """The last row (an evaluation may still wait for one), summary.json and report.html.
 
@@ -151,14 +153,14 @@ class Recorder:
             stopped: why the run ends before its last step.
             failed: the error that ends it.
         """
-        came = self._hub_counts.since_last(status.counters)
-        self.write(step, {**came, **self._run_keys(version, epoch), **hub_keys(status)})
-        counters = status.counters
+        self.write(step, {**self._run_keys(version, epoch), **(self._counted(status) if status is not None else {})})
+        counters = status.counters if status is not None else {}
         summary = summarize(
             read_metrics(self._run_dir / "metrics.jsonl"), run_id=self._run_id, run=self._run_dir.resolve().name,
             max_lag_bound=largest_max_lag(self._config), device=self._device, dtype=self._dtype,
             seed=self._config.run.seed, steps=step, wall_s=self.wall_s,
-            num_lag_violations=int(counters.get("num_lag_violations", 0)), first_failure=status.first_failure,
+            num_lag_violations=int(counters.get("num_lag_violations", 0)),
+            first_failure=status.first_failure if status is not None else "",
             stopped=stopped, failed=failed, tracked=tuple(self._sinks.places()),
             extra={"num_groups_dropped": int(counters.get("num_groups_dropped", 0)), "learner_epoch": epoch},
         )

@@ -266,6 +266,7 @@ class Config:
     kl: KlConfig = field(default_factory=KlConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

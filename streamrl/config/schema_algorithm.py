@@ -247,6 +247,16 @@ class DistillConfig:
 
 
 @dataclass
+class DpoConfig:
+    beta: float = ranged(0.1, gt=0)
+    """Of `streamrl dpo`: weight of the log-ratio to the reference, the reward that the loss compares."""
+    label_smoothing: float = ranged(0.0, ge=0, lt=0.5)
+    """Share of the pairs that may be the wrong way round."""
+    sft_weight: float = ranged(0.0, ge=0)
+    """Weight of the chosen answers' cross entropy, per token, added to the loss."""
+
+
+@dataclass
 class EntropyConfig:
     target: float | None = ranged(None, gt=0)
     """Mean token entropy in nats that `entropy.adapt` aims at; above it no bonus is paid."""

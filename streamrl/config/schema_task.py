@@ -32,6 +32,10 @@ class DataConfig:
     """Field of the prompt, a text or a list of messages; null takes messages, prompt, question or problem."""
     answer_key: str | None = None
     """Field of the right answer, `a.b` inside a mapping; null takes answer, ground_truth, solution or label."""
+    chosen_key: str = "chosen"
+    """Field of the better answer of a pair, for `streamrl dpo` and `streamrl train-reward-model`."""
+    rejected_key: str = "rejected"
+    """Field of the worse answer of a pair."""
     on_bad_record: OnBadRecord = OnBadRecord.error
     """A damaged record, or one without a prompt: `error` refuses the file, `skip` passes it over, named and counted."""
     shuffle: bool = True

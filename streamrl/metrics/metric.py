@@ -63,6 +63,7 @@ NEEDS = {
     "kl": "`kl.mode`",
     "reference": "`kl.mode` or `constraint.kl_limit`",
     "distill": "`distill.teacher`",
+    "supervised": "`streamrl sft`, `dpo` or `train-reward-model`; not all of them",
     "entropy_bonus": "`loss.entropy_coef` > 0 or `entropy.adapt=coef`",
     "clip_high": "`entropy.adapt=clip_high`",
     "shadow": "`shadow.algorithms`",

@@ -163,6 +163,17 @@ SECTIONS: dict[str, list[Metric]] = {
         ("critic/return_explained_variance", "fraction", "last", "The same of the variance of the recorded returns."),
         needs="critic",
     ),
+    "Supervised training": section(
+        ("supervised/loss", "loss", "last", "Loss of the step's records: per token (SFT) or per pair."),
+        ("supervised/held_out_loss", "loss", "last", "The same of the held-out records."),
+        ("supervised/accuracy", "fraction", "last", "Pairs whose chosen answer has the greater reward."),
+        ("supervised/held_out_accuracy", "fraction", "last", "The same of the held-out pairs."),
+        ("supervised/chosen_reward", "reward", "last", "Reward of a chosen answer; of DPO, beta times its log-ratio."),
+        ("supervised/rejected_reward", "reward", "last", "The same of a rejected answer."),
+        ("supervised/margin", "reward", "last", "Their difference."),
+        ("supervised/num_dropped", "records", "last", "Records of the step that leave nothing to train on."),
+        needs="supervised",
+    ),
     "Shadow algorithms": section(
         ("shadow/grad_norm", "norm", "last", "Norm of the gradient of the policy loss with respect to the log-probs of "
                                              "tokens, of the algorithm in use, at the first optimizer step."),

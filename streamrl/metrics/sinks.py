@@ -177,6 +177,8 @@ def plain_line(row: Row, total_steps: int | None = None, left_s: float | None = 
         add("version", "run/version")
     add("reward", "reward/mean" if "reward/mean" in row else "reward/trained")  # nothing may have come in this step
     add("eval", "eval/score")
+    for name in ("loss", "held_out_loss", "accuracy"):
+        add(name.replace("_", "-"), f"supervised/{name}")
     if "eval/score" in row and "time/step_s" not in row and not {"reward/mean", "reward/trained"} & set(row):
         return "  ".join(parts)
     if "lag/token_mean" in row or "lag/head_max" in row:

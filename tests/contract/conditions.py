@@ -49,6 +49,7 @@ HOLDS: dict[str, Callable[[Settings], bool]] = {
     "kl": _kl,
     "reference": lambda s: _kl(s) or s["constraint"]["kl_limit"] is not None,
     "distill": lambda s: s["distill"]["teacher"] is not None,
+    "supervised": lambda s: False,  # launched runs are RL
     "entropy_bonus": lambda s: s["loss"]["entropy_coef"] > 0 or s["entropy"]["adapt"] == "coef",
     "clip_high": lambda s: s["entropy"]["adapt"] == "clip_high",
     "shadow": lambda s: bool(s["shadow"]["algorithms"]),

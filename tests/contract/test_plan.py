@@ -40,7 +40,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("audit", "control", "record", "sources", "trainer"),
         ("fit", "loop"),
         ("setup",),
-        ("__main__", "replay"),
+        ("__main__", "replay", "supervised"),
     ),
     "envs": (
         ("data", "json_handler", "reward_values", "sandbox"),

@@ -1,0 +1,75 @@
+"""streamrl sft|dpo|train-reward-model [key=value ...]    torchrun --nproc_per_node=N -m learner.supervised sft ...
+
+    sft                   data.path: conversations (messages) or prompts with a completion; learns the answers
+    dpo                   data.path: prompts with a chosen and a rejected answer
+    train-reward-model    the same; a model that gives the chosen one a greater score, for reward.type=model
+
+policy.model_path is the model to start from, rollout.num_prompts_per_step the records of a step. Every setting:
+streamrl settings
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+from contextlib import ExitStack
+from functools import partial
+
+from streamrl.commands import exit_at_once
+from streamrl.config.load import load_config
+from streamrl.errors import StreamrlError
+from streamrl.messages.printable import start_log
+from streamrl.parent_watch import end_with_parent
+from streamrl.run_dirs import choose_run_dir, name_or_path, note_start, numbered_run_dir
+
+log = logging.getLogger("streamrl.learner")
+KINDS = ("sft", "dpo", "train-reward-model")
+
+
+def main() -> int:
+    kind, *words = sys.argv[1:] or [""]
+    if {"-h", "--help"} & set(sys.argv[1:]) or kind not in KINDS:
+        print(__doc__)
+        return 0 if kind in (*KINDS, "-h", "--help") else 2
+    end_with_parent()
+    rank = int(os.environ.get("RANK", "0"))
+    start_log(f"{kind}{rank or ''}", level=os.environ.get("STREAMRL_LOG", "WARNING" if rank else "INFO").upper())
+    try:
+        return train(kind, words)
+    except StreamrlError as error:
+        log.error("%s", error)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+def train(kind: str, words: list[str]) -> int:
+    """Set up, train, finish and clean up."""
+    config = load_config(words, notify=log.info)
+    from learner.__main__ import agreed_run_dir
+    from learner.ranks.stop_flag import StopFlag
+    from learner.setup.device import start_ranks
+    from learner.supervised.run import build_run
+
+    stop = StopFlag(grace_s=2 * config.run.shutdown_s)
+    ranks = start_ranks(config.run, config.learner)
+    with ExitStack() as resources:
+        resources.callback(ranks.close)
+        choose, numbered = partial(choose_run_dir, config), partial(numbered_run_dir, config)
+        run_dir = agreed_run_dir(choose, numbered, config.run.dir, ranks)
+        run = build_run(config, kind, run_dir, stop, ranks, resources)
+        if ranks.rank == 0:
+            note_start(run_dir, ["streamrl", kind, *words])
+        try:
+            completed = run.train()
+            run.finish(completed=completed)
+        except Exception as error:
+            run.close(failed=str(error))
+            raise
+    if not completed and ranks.rank == 0:
+        log.info("stopped at step %d; go on with:  streamrl resume %s", run.step, shlex.quote(name_or_path(run_dir)))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_at_once(main())

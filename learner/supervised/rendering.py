@@ -1,0 +1,120 @@
+"""Conversations as the ids of a model's chat template, and which of them the assistant says.
+
+The ids are those of the whole rendering. A template may cut, strip or move what it renders, so the place of an answer
+is found by rendering the conversation with a mark in its place: both texts are the same before and after it. To the
+answer belong what the template writes between its header and the answer, and the special token that ends the turn.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from streamrl.config.schema import DataConfig
+from streamrl.environment import ChatMessage
+from streamrl.errors import ConfigError, TaskError
+
+_MARK = "\ue0f0mark\ue0f1"
+Tools = Sequence[Mapping[str, Any]]
+Encoded = tuple[np.ndarray, np.ndarray]
+"""int32 [N] token ids, and bool [N] which of them are trained on."""
+
+
+class Encoder:
+    """Encodes conversations with the tokenizer of a model, by the settings of `data`.
+
+    Raises ConfigError: its tokenizer does not tell which characters a token stands for.
+    """
+
+    def __init__(self, model_dir: Path, data: DataConfig) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        if not self.tokenizer.is_fast:
+            raise ConfigError(
+                f"policy.model_path={model_dir}: its tokenizer does not tell which text a token stands for; save it as "
+                "a fast one (tokenizer.json)"
+            )
+        if data.chat_template is not None:
+            self.tokenizer.chat_template = data.chat_template
+        self._system_prompt = data.system_prompt
+        self.chat = bool(data.apply_chat_template and self.tokenizer.chat_template)
+
+    def encode(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> Encoded:
+        """Ids and mask of a conversation. Raises TaskError: the template refuses it."""
+        if self._system_prompt is not None and messages[0].role != "system":
+            messages = [ChatMessage("system", self._system_prompt), *messages]
+        if not self.chat:
+            return self._encode_plain(messages)
+        text, spans = self.render(messages, tools)
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, mask = np.array(found["input_ids"], np.int32), np.zeros(len(found["input_ids"]), bool)
+        starts, ends = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
+        for first, last in spans:
+            mask |= (starts < last) & (ends > first)
+        mask[:1] = False  # nothing predicts it
+        return ids, mask
+
+    def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> tuple[str, list[tuple[int, int]]]:
+        """The whole text, and first and last character (exclusive) of what the assistant says in each of its turns."""
+        plain = [{"role": message.role, "content": message.content} for message in messages]
+        text, spans, done = self._rendered(plain, tools), [], 0
+        for at, message in enumerate(plain):
+            if message["role"] == "assistant":
+                spans.append(self._span(text, plain, at, tools, done))
+                done = spans[-1][1]
+        return text, spans
+
+    def _span(self, text: str, messages: list[dict[str, str]], at: int, tools: Tools, done: int) -> tuple[int, int]:
+        marked = [*messages[:at], {**messages[at], "content": _MARK}, *messages[at + 1 :]]
+        other = self._rendered(marked, tools)
+        if _MARK not in other:
+            raise TaskError(f"the chat template leaves message {at + 1}, an assistant's, out: train on shorter ones")
+        first = len(os.path.commonprefix([text, other]))
+        last = len(text) - len(os.path.commonprefix([text[::-1], other[::-1]]))
+        header = self._header(messages[:at], tools)
+        begun = text.rfind(header, done, first) if header else -1
+        first, last = begun + len(header) if begun >= 0 else first, max(last, first)
+        # The token that ends a turn, not the header of the next one: it also stands where no turn follows.
+        _, _, alone = self._rendered(marked[: at + 1], tools).rpartition(_MARK)
+        for token in self.tokenizer.all_special_tokens + list(self.tokenizer.get_added_vocab()):
+            if text.startswith(token, last) and alone.startswith(token):
+                return first, last + len(token)
+        return first, last
+
+    def _header(self, before: list[dict[str, str]], tools: Tools) -> str:
+        """The template's opening of the assistant's turn, of which the model knows nothing but that it is there."""
+        try:
+            open_, closed = (
+                self._rendered(before, tools, add_generation_prompt=asked) for asked in (True, False)
+            )
+        except TaskError:
+            return ""  # a conversation that begins with the assistant
+        return open_[len(closed) :] if open_.startswith(closed) else ""
+
+    def _rendered(self, messages: list[dict[str, str]], tools: Tools, **options: Any) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=list(tools) or None, tokenize=False, **options)
+        except Exception as error:  # a template raises what it likes
+            raise TaskError(
+                f"the chat template refuses the {len(messages)} messages ({error}): change them, or give another "
+                "template with data.chat_template"
+            ) from error
+
+    def _encode_plain(self, messages: Sequence[ChatMessage]) -> Encoded:
+        """Contents without a template, joined by line breaks; an answer ends with the end of sequence."""
+        ids: list[int] = []
+        mask: list[bool] = []
+        end = [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
+        for message, following in zip(messages, [*messages[1:], None], strict=True):
+            said = message.role == "assistant"
+            joined = not said and following is not None and following.role != "assistant"
+            part = self.tokenizer(message.content + "\n" * joined, add_special_tokens=False)["input_ids"]
+            part += end if said else []
+            ids += part
+            mask += [said] * len(part)
+        mask[:1] = [False] * len(mask[:1])
+        return np.array(ids, np.int32), np.array(mask, bool)

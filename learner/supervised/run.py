@@ -1,0 +1,304 @@
+"""A run of a trainer beside RL: batches from a file, optimizer steps, held-out loss, checkpoints, the record.
+
+There is no hub: the run directory has what one of RL has, but for its log. The records of a step follow from its
+number, so a resumed run trains on what the one before would have.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from envs.data.dataset import Dataset, open_dataset
+from envs.data.mixture import Mixture
+from learner.checkpoint.checkpoints import Checkpoints
+from learner.checkpoint.resume import ResumeState, find_resume_state
+from learner.checkpoint.retries import SaveRetries
+from learner.checkpoint.run_lock import lock_run_dir
+from learner.checkpoint.saving import Saving
+from learner.checkpoint.shards import reshard, training_tensors
+from learner.data.packing import MicroBatch, equalize, pack
+from learner.data.trajectories import Trajectory
+from learner.model.adapter.base import AdapterOf, check_resumed, describe_adapter
+from learner.model.gradients import BatchResult, optimizer_step, reduce_gradients
+from learner.model.optimizer import Schedule, make_optimizer, make_schedule
+from learner.model.paths import compute_dtype, wire_dtype
+from learner.publish.export import export_model
+from learner.ranks.clock import StepClock
+from learner.ranks.mesh import Ranks
+from learner.ranks.stop_flag import StopFlag
+from learner.record.recorder import Recorder
+from learner.setup.model_hub import find_models
+from learner.setup.preflight import template_text
+from learner.setup.publishing import background_of
+from learner.setup.trainer import load_networks
+from learner.sources.skipped import SkippedSteps
+from learner.supervised.methods import Dpo, Method, RewardModel, Sft
+from learner.supervised.records import places_of, shape_of
+from learner.supervised.rendering import Encoder
+from learner.supervised.reward_network import export_reward_model, load_reward_network
+from streamrl.config.schema import Config, OnBadRecord
+from streamrl.errors import ConfigError, TaskError
+from streamrl.metrics.meter import Meter
+
+log = logging.getLogger("streamrl.learner")
+
+
+class NoHub:
+    """A checkpoint's ledger where there is none."""
+
+    def freeze(self, version: int) -> bytes:
+        return b""
+
+    def saved(self, version: int) -> None:
+        pass
+
+
+@dataclass
+class Run:
+    """One process's share of it."""
+
+    config: Config
+    kind: str
+    run_dir: Path
+    model_dir: Path
+    ranks: Ranks
+    stop: StopFlag
+    past: ResumeState
+    learner_epoch: int
+    data: Dataset
+    method: Method
+    optimizer: torch.optim.Optimizer
+    adapter: AdapterOf | None
+    clock: StepClock
+    schedule: Schedule
+    recorder: Recorder | None
+    skipped: SkippedSteps
+    step: int
+    checkpoints: Checkpoints | None = None
+    num_dropped: int = 0
+
+    def train(self) -> bool:
+        """Train until the steps are done (True) or a stop is requested (False)."""
+        assert self.checkpoints is not None
+        if self.step == 0:
+            self.record(self.held_out())
+        while self.step < self.config.trainer.num_steps:
+            if self.ranks.maximum(float(self.stop())):
+                return False
+            self.clock.begin_step()
+            measured = self.train_step()
+            self.step += 1
+            if self._evaluates():
+                measured |= self.held_out()
+            self.record(measured)
+            self.checkpoints.save_if_due(self.step)
+        return True
+
+    def train_step(self) -> dict[str, float]:
+        """One optimizer step; what it measured."""
+        config = self.config
+        with self.clock.timed("pack"):
+            size, data = config.rollout.num_prompts_per_step, config.data
+            places = places_of(self.step, size, len(self.data.train), seed=config.run.seed, shuffle=data.shuffle)
+            rows = self.rows(self.data.train, places)
+            micro_batches = self.packed(rows)
+        with self.clock.timed("forward_backward"):
+            measured = self.passes(micro_batches, rows, gradients=True)
+        with self.clock.timed("optimizer"):
+            result = optimizer_step(
+                self.method.network, self.optimizer, self.schedule, step=self.step,
+                max_grad_norm=config.policy.optimizer.max_grad_norm, ranks=self.ranks,
+            )
+        self.skipped.stepped(BatchResult((result,)))
+        tokens, num_rows, dropped = self.ranks.all_reduce(
+            [float(sum(row.num_action_tokens for row in rows)), float(len(rows)), float(self.num_dropped)]
+        )
+        return {f"supervised/{name}": value for name, value in measured.items()} | {
+            "policy/grad_norm": result.grad_norm, "policy/lr": result.lr, "policy/num_tokens": tokens,
+            "policy/num_trajectories": num_rows, "policy/num_skipped_steps": float(result.skipped),
+            "supervised/num_dropped": dropped,
+        }
+
+    def rows(self, records: Mixture, places: Sequence[int]) -> list[Trajectory]:
+        """This rank's records, encoded; what leaves nothing to train on is dropped and counted."""
+        found, self.num_dropped = [], 0
+        for place in places[self.ranks.dp_rank :: self.ranks.mesh.dp_size]:
+            row = None
+            try:
+                row = self.method.row(place, records[place])
+            except TaskError as error:
+                if self.config.data.on_bad_record is OnBadRecord.error:
+                    raise TaskError(f"training record {place}: {error}; or set data.on_bad_record=skip") from error
+            if row is None:
+                self.num_dropped += 1
+            else:
+                found.append(row)
+        return found
+
+    def packed(self, rows: list[Trajectory]) -> list[MicroBatch]:
+        return equalize(pack(rows, self.config.learner.max_tokens_per_device), self.ranks)
+
+    def passes(
+        self, micro_batches: Sequence[MicroBatch], rows: Sequence[Trajectory], *, gradients: bool
+    ) -> dict[str, float]:
+        """Forward passes, and with `gradients` backward ones, over rows of all ranks; means over their units."""
+        own = float(sum(self.method.units(row) for row in rows))
+        count = max(1.0, self.ranks.all_reduce([own])[0])
+        network, sums = self.method.network, dict[str, torch.Tensor]()
+        for at, micro in enumerate(micro_batches):
+            last = at == len(micro_batches) - 1
+            reduce_gradients(network, last or not self.config.learner.reduce_once)
+            with torch.set_grad_enabled(gradients):
+                loss, measured = self.method.loss(micro.to(self.ranks.device))
+            if gradients:  # FSDP2 divides by the number of shares
+                (loss * (self.ranks.mesh.dp_size / count)).backward()
+            else:
+                reshard(network)
+            for name, value in {"loss": loss.detach(), **measured}.items():
+                sums[name] = sums[name] + value.double() if name in sums else value.double()
+        totals = self.ranks.all_reduce([float(value) for value in sums.values()])
+        return {name: total / count for name, total in zip(sums, totals, strict=True)}
+
+    def _evaluates(self) -> bool:
+        every = self.config.eval.every_steps
+        return self.step == self.config.trainer.num_steps or bool(every and self.step % every == 0)
+
+    def held_out(self) -> dict[str, float]:
+        """Loss of the held-out records, the first `eval.num_samples`; nothing if there are none."""
+        num = min(self.config.eval.num_samples, len(self.data.test))
+        if not num:
+            return {}
+        with self.clock.timed("eval"):
+            rows = self.rows(self.data.test, range(num))
+            measured = self.passes(self.packed(rows), rows, gradients=False)
+        return {f"supervised/held_out_{name}": measured[name] for name in ("loss", "accuracy") if name in measured}
+
+    def record(self, measured: dict[str, float]) -> None:
+        """One row of metrics; the slowest rank's times."""
+        times = self.clock.take()
+        of_ranks = zip(*self.ranks.gather_world(list(times.values())), strict=True)
+        slowest = {key: max(values) for key, values in zip(times, of_ranks, strict=True)}
+        if self.recorder is not None:
+            meter = Meter()
+            meter.add_all({**measured, **slowest, "meter/num_nonfinite": 0.0})
+            self.recorder.step(self.step, meter, None, version=self.step, epoch=self.learner_epoch)
+
+    def remembered(self) -> dict[str, Any]:
+        """What a resumed run needs beside the tensors."""
+        recorder = self.recorder
+        return {
+            "run_id": self.past.run_id, "learner_epoch": self.learner_epoch, "steps_per_batch": 1, "lineage": [],
+            "wall_s": recorder.wall_s if recorder else 0.0, "kind": self.kind,
+            "trained_tokens": recorder.trained_tokens if recorder else 0,
+            "adapter": self.adapter.to_plain() if self.adapter is not None else None, "controls": {},
+        }
+
+    def finish(self, *, completed: bool) -> None:
+        """Checkpoint, export, summary and report; collective."""
+        assert self.checkpoints is not None
+        self.checkpoints.save(self.step, last=True)
+        self.checkpoints.saving.settle()
+        if completed and self.config.checkpoint.export_hf:
+            log.info("the trained model is in %s", self.export(self.run_dir / "model"))
+        self.close(stopped="" if completed else f"stopped: {self.stop.reason}")
+
+    def close(self, **how: str) -> None:
+        """The record's end; `how` the run ended."""
+        if self.recorder is not None:
+            self.recorder.close(self.step, None, version=self.step, epoch=self.learner_epoch, **how)
+
+    def export(self, folder: Path) -> Path:
+        """Write the model as a Hugging Face checkpoint."""
+        if isinstance(self.method, RewardModel):
+            return export_reward_model(
+                self.method.network, self.model_dir, folder, self.ranks, padding=self.method.padding
+            )
+        lora = self.config.policy.lora if self.adapter is not None else None
+        dtype = wire_dtype(self.config.publish.dtype, self.ranks.device)
+        return export_model(self.method.network, self.model_dir, folder, self.ranks, lora=lora, dtype=dtype)
+
+
+def build_run(config: Config, kind: str, run_dir: Path, stop: StopFlag, ranks: Ranks, resources: ExitStack) -> Run:
+    """Everything from the lock on the directory to the first step; a collective call. Raises ConfigError, TaskError."""
+    torch.manual_seed(config.run.seed)
+    if config.policy.model_path is None or config.data.path is None:
+        missing = "policy.model_path" if config.policy.model_path is None else "data.path"
+        raise ConfigError(f"streamrl {kind} needs {missing}=...: the model to start from, and a file of records")
+    if kind == "train-reward-model" and config.policy.lora.rank is not None:
+        raise ConfigError("policy.lora.rank trains an adapter of a policy: leave it out for a reward model")
+    config.data.chat_template = template_text(config.data.chat_template)
+    find_models({"policy.model_path": config.policy, "reference.model_path": config.reference}, log.info)
+    model_dir, data = Path(config.policy.model_path), config.data
+    dataset = open_dataset(data, shape_of(data, pairs=kind != "sft"))
+    log.info("data: %s", dataset)
+    places_of(0, config.rollout.num_prompts_per_step, len(dataset.train), seed=0, shuffle=False)  # enough records
+    if config.trainer.num_epochs is not None:
+        per_pass = len(dataset.train) // config.rollout.num_prompts_per_step
+        config.trainer.num_steps = max(1, math.ceil(config.trainer.num_epochs * per_pass))
+    lock = lock_run_dir(run_dir) if ranks.rank == 0 else None
+    if lock is not None:
+        resources.callback(lock.release)
+    epoch = int(ranks.maximum(float(lock.learner_epoch if lock else 0)))
+    past = find_resume_state(run_dir, ranks, resume=config.checkpoint.resume, name=config.run.name)
+    before = past.checkpoint.extra.get("kind") if past.checkpoint is not None else kind
+    if before != kind:
+        raise ConfigError(f"{run_dir} is a run of {before or 'RL'}, not of {kind}: choose another run.dir")
+    adapter = describe_adapter(config.policy.lora, model_dir, ranks)
+    if past.checkpoint is not None:
+        check_resumed(past.checkpoint.extra.get("adapter"), adapter, ranks)
+    method, optimizer = make_method(config, kind, model_dir, past, ranks)
+    clock = StepClock(ranks.activity)
+    dtype = compute_dtype(config.policy.dtype, ranks.device)
+    recorder = None if ranks.rank else Recorder(
+        config, run_dir, past.run_id, resume_step=past.version, wall_s=past.wall_s, device=ranks.device.type,
+        trained_tokens=past.trained_tokens, dtype=str(dtype).removeprefix("torch."),
+    )
+    schedule = make_schedule(
+        config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps,
+        lr_scale=config.policy.lora.lr_scale if adapter else 1.0,
+    )
+    run = Run(
+        config, kind, run_dir, model_dir, ranks, stop, past, epoch, dataset, method, optimizer, adapter, clock,
+        schedule, recorder, SkippedSteps(run_dir, limit=config.learner.num_max_skipped_steps), past.version,
+    )
+    saving = Saving(
+        run_dir, NoHub(), ranks, num_keep=config.checkpoint.num_keep, lock=lock,
+        beside=background_of(config.checkpoint.beside_training, ranks, "checkpoint"),
+        version=past.version if past.checkpoint is not None else -1,
+    )
+    resources.callback(saving.close)
+    run.checkpoints = Checkpoints(
+        saving, SaveRetries(config.checkpoint.grace_s), ranks, clock, every_s=60.0 * config.checkpoint.every_minutes,
+        every_steps=config.checkpoint.every_steps, steps_per_batch=1, remembered=run.remembered,
+        tensors=lambda: training_tensors(method.network, optimizer),
+    )
+    return run
+
+
+def make_method(
+    config: Config, kind: str, model_dir: Path, past: ResumeState, ranks: Ranks
+) -> tuple[Method, torch.optim.Optimizer]:
+    """The method with its networks as the starting model or the predecessor's checkpoint has them; collective."""
+    encoder, max_tokens = Encoder(model_dir, config.data), config.learner.max_tokens_per_device
+    if kind == "train-reward-model":
+        network = load_reward_network(
+            model_dir, config.learner, ranks, dtype=compute_dtype(config.policy.dtype, ranks.device),
+            gradient_checkpointing=config.policy.gradient_checkpointing,
+        )
+        optimizer = make_optimizer(network, config.policy.optimizer)
+        if past.checkpoint is not None:
+            past.checkpoint.restore(network, optimizer, ranks)
+        return RewardModel(network, encoder, config.data, max_tokens=max_tokens), optimizer
+    networks = load_networks(config, model_dir, past, ranks, with_critic=False, with_reference=kind == "dpo")
+    if networks.reference is None:
+        return Sft(networks.policy, encoder, config.data, max_tokens=max_tokens), networks.optimizer
+    method = Dpo(networks.policy, networks.reference, encoder, config.data, config.dpo, max_tokens=max_tokens)
+    return method, networks.optimizer
