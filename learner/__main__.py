@@ -13,8 +13,6 @@ import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from streamrl.commands import exit_at_once
 from streamrl.config.load import load_config
@@ -23,9 +21,6 @@ from streamrl.messages.printable import start_log
 from streamrl.parent_watch import NOTICE, end_with_parent
 from streamrl.process_memory import uncollected
 from streamrl.run_dirs import choose_run_dir, name_or_path, note_start, numbered_run_dir
-
-if TYPE_CHECKING:
-    from learner.ranks.mesh import Ranks
 
 log = logging.getLogger("streamrl.learner")
 
@@ -97,16 +92,6 @@ def check_only(words: list[str]) -> int:
     return 0
 
 
-def agreed_run_dir(
-    choose: Callable[[], Path], numbered: Callable[[int], Path], named: str | None, ranks: Ranks
-) -> Path:
-    """Rank 0 counts up to the next free number; the others take the same, though they start at the same moment."""
-    chosen = choose() if ranks.rank == 0 else None
-    if named is not None:
-        return Path(named)
-    return numbered(int(ranks.from_rank_zero(float(chosen.name.rpartition("-")[2]) if chosen is not None else 0.0)))
-
-
 def learn(words: list[str], told: Callable[..., None], *, launched: bool) -> int:
     """Set up, train, finish, and clean up; `streamrl launch` has noted the start of a run that it launched."""
     config = load_config(words, notify=told)
@@ -115,7 +100,7 @@ def learn(words: list[str], told: Callable[..., None], *, launched: bool) -> int
     from learner.loop.train import train
     from learner.ranks.stop_flag import StopFlag
     from learner.setup.compose import build_run, tear_down
-    from learner.setup.device import start_ranks
+    from learner.setup.device import agreed_run_dir, start_ranks
 
     stop = StopFlag(grace_s=2 * config.run.shutdown_s)
     ranks = start_ranks(config.run, config.learner)

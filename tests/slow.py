@@ -76,6 +76,9 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_an_actor_that_outlived_its_learner_joins_another_run_at_the_same_address": "two runs, one learner killed",
     },
     "flow/test_search.py": "three launched runs",
+    "flow/test_supervised.py": {
+        "test_a_stopped_and_a_killed_run_go_on_to_the_same_bits": "five runs one after the other",
+    },
     "flow/test_two_launches.py": "a launched run, and commands beside it",
     "flow/test_verbs.py": "a launched run that is scaled, drained, stopped and resumed",
     "flow/test_verifiers.py": "a launched run, and evaluations of it; unit/actors/test_verifiers.py has our side",

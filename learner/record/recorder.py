@@ -153,7 +153,8 @@ class Recorder:
             stopped: why the run ends before its last step.
             failed: the error that ends it.
         """
-        self.write(step, {**self._run_keys(version, epoch), **(self._counted(status) if status is not None else {})})
+        if status is not None:
+            self.write(step, {**self._run_keys(version, epoch), **self._counted(status)})
         counters = status.counters if status is not None else {}
         summary = summarize(
             read_metrics(self._run_dir / "metrics.jsonl"), run_id=self._run_id, run=self._run_dir.resolve().name,

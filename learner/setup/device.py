@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -30,3 +32,13 @@ def limit_gpu_memory(share: float | None, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(share, device)
     elif share is not None:
         log.warning("learner.gpu_memory_share=%g only divides a GPU's memory, and the learner is on a CPU", share)
+
+
+def agreed_run_dir(
+    choose: Callable[[], Path], numbered: Callable[[int], Path], named: str | None, ranks: Ranks
+) -> Path:
+    """Rank 0 counts up to the next free number; the others take the same, though they start at the same moment."""
+    chosen = choose() if ranks.rank == 0 else None
+    if named is not None:
+        return Path(named)
+    return numbered(int(ranks.from_rank_zero(float(chosen.name.rpartition("-")[2]) if chosen is not None else 0.0)))

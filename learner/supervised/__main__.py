@@ -46,9 +46,8 @@ def main() -> int:
 def train(kind: str, words: list[str]) -> int:
     """Set up, train, finish and clean up."""
     config = load_config(words, notify=log.info)
-    from learner.__main__ import agreed_run_dir
     from learner.ranks.stop_flag import StopFlag
-    from learner.setup.device import start_ranks
+    from learner.setup.device import agreed_run_dir, start_ranks
     from learner.supervised.run import build_run
 
     stop = StopFlag(grace_s=2 * config.run.shutdown_s)

@@ -37,7 +37,9 @@ class AnswerShape(RecordShape):
             raise TaskError(f"field {key!r} is empty: give the answer")
         answer = messages_of(key, {"role": "assistant", "content": value} if isinstance(value, str) else value)
         if answer[-1].role != "assistant":
-            raise TaskError(f"field {key!r} ends with a message of {answer[-1].role}: end it with the assistant's")
+            raise TaskError(
+                f"field {key!r} ends with a message of {answer[-1].role}: leave it out, so that the assistant's is last"
+            )
         if answer[0].role != "assistant":
             return answer
         prompt = RecordShape.prompt_field(self, record)

@@ -72,7 +72,9 @@ class Encoder:
         marked = [*messages[:at], {**messages[at], "content": _MARK}, *messages[at + 1 :]]
         other = self._rendered(marked, tools)
         if _MARK not in other:
-            raise TaskError(f"the chat template leaves message {at + 1}, an assistant's, out: train on shorter ones")
+            raise TaskError(
+                f"the chat template leaves out message {at + 1}, an assistant's: give another with data.chat_template"
+            )
         first = len(os.path.commonprefix([text, other]))
         last = len(text) - len(os.path.commonprefix([text[::-1], other[::-1]]))
         header = self._header(messages[:at], tools)

@@ -51,6 +51,7 @@ def learning(record: RunRecord) -> list[Chart]:
         lambda **more: line_chart(
             "Evaluation score", evaluation_curves(record), x_label="step", y_label="score", fixed=limits,
             x_end=record.step, note=_error_note(record), **more),
+        _line(record, "Loss", "loss", {"supervised/loss": "training", "supervised/held_out_loss": "held out"}),
         _line(record, "Reward", "reward", {"reward/mean": "sampled", "reward/trained": "trained on, after filters"},
               fixed=limits),
         _line(record, "Spread of the reward", "reward", {"reward/std": "standard deviation"}, from_zero=True),

@@ -34,8 +34,8 @@ RUNS = {
     "test_adaptive_staleness mask": ("staleness.mode=mask_old_tokens", "staleness.eta=3"),
 }
 """Flow test -> the settings of a run whose keys it checks."""
-NO_RUN_HERE = {"gpu", "gpu_transport"}
-"""Conditions that need a GPU."""
+NO_RUN_HERE = {"gpu", "gpu_transport", "supervised"}
+"""Conditions that need a GPU, or another trainer."""
 
 
 def settings_of(*words: str) -> dict[str, Any]:

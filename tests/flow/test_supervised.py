@@ -1,0 +1,158 @@
+"""Trainers beside RL as processes: a run directory as of RL, exact resuming, stopping, and models that load."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from actors.reward_model.scorer import RewardScorer
+from learner.model.tiny import make_tiny_model
+from streamrl.metrics.run_record import read_metrics
+
+COMMON = [
+    "policy.optimizer.lr=3e-3", "rollout.num_prompts_per_step=16", "run.device=cpu", "run.num_threads=1",
+    "eval.every_steps=10",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny model, and records: the answer is the prompt again, and a worse one something else."""
+    folder, rng = tmp_path_factory.mktemp("supervised"), random.Random(0)
+    make_tiny_model(folder / "model", characters="abcdef", hidden_size=32, num_heads=2)
+    words = ["".join(rng.choices("abcdef", k=4)) for _ in range(301)]
+    write(folder / "answers.jsonl", [{"prompt": one, "completion": one} for one in words[1:]])
+    write(folder / "pairs.jsonl", [
+        {"prompt": one, "chosen": one, "rejected": other}
+        for one, other in zip(words[1:], words, strict=False) if one != other
+    ])
+    return folder
+
+
+def write(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def command(kind: str, *words: str, ranks: int = 1) -> list[str]:
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        return [sys.executable, *torchrun, "-m", "learner.supervised", kind, *words]
+    return [sys.executable, "-m", "streamrl.cli", kind, *words]
+
+
+def run(folder: Path, kind: str, *words: str, ranks: int = 1, code: int = 0) -> str:
+    """Its standard error, once it has ended with this exit status."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command(kind, *words, ranks=ranks), cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == code, done.stderr
+    return done.stderr
+
+
+def words_for(data: str, run_dir: str, num_steps: int, *more: str) -> list[str]:
+    return [*COMMON, "policy.model_path=model", f"data.path={data}.jsonl", f"run.dir={run_dir}",
+            f"trainer.num_steps={num_steps}", *more]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(run_dir / "model").state_dict()
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    first, second = weights(one), weights(other)
+    return all(torch.equal(first[name], second[name]) for name in first.keys() | second.keys())
+
+
+def test_a_stopped_and_a_killed_run_go_on_to_the_same_bits(folder):
+    run(folder, "sft", *words_for("answers", "whole", 24))
+    for number, run_dir in ((signal.SIGINT, "stopped"), (signal.SIGKILL, "killed")):
+        words = words_for("answers", run_dir, 24, "checkpoint.every_steps=5")
+        child = subprocess.Popen(command("sft", *words), cwd=folder, stderr=subprocess.PIPE, text=True)
+        for line in child.stderr:
+            if line.startswith("step 8/24"):
+                child.send_signal(number)
+                break
+        rest = child.stderr.read()
+        assert child.wait(60) == (0 if number == signal.SIGINT else -signal.SIGKILL)
+        reached = (folder / run_dir / "LATEST").read_text().strip()
+        assert reached < "ckpt-00000024"
+        if number == signal.SIGINT:
+            assert f"streamrl resume {run_dir}" in rest and reached >= "ckpt-00000008"
+        run(folder, "resume", run_dir)
+
+        assert same_weights(folder / "whole", folder / run_dir)
+        rows = {row["step"]: row["supervised/loss"] for row in read_metrics(folder / run_dir / "metrics.jsonl")
+                if "supervised/loss" in row}
+        whole = read_metrics(folder / "whole" / "metrics.jsonl")
+        assert rows == {row["step"]: row["supervised/loss"] for row in whole if "supervised/loss" in row}
+
+
+def test_the_held_out_loss_falls_and_the_run_directory_has_record_and_report(folder):
+    run(folder, "sft", *words_for("answers", "sft", 40))
+    rows = [row for row in read_metrics(folder / "sft" / "metrics.jsonl")]
+    held_out = {row["step"]: row["supervised/held_out_loss"] for row in rows if "supervised/held_out_loss" in row}
+
+    assert list(held_out) == [0, 10, 20, 30, 40] and held_out[40] < 0.7 * held_out[0]
+    assert not [key for key in rows[-1] if key.startswith(("hub/", "dropped/", "reward/"))]
+    assert json.loads((folder / "sft" / "summary.json").read_text())["steps"] == 40
+    assert "held out" in (folder / "sft" / "report.html").read_text()
+
+
+def test_two_ranks_train_what_one_does(folder):
+    words = ["policy.optimizer.name=sgd", "rollout.max_prompt_tokens=16", "learner.max_tokens_per_device=80"]
+    run(folder, "sft", *words_for("answers", "one", 4, *words))
+    run(folder, "sft", *words_for("answers", "two", 4, *words), ranks=2)
+    one, two, start = weights(folder / "one"), weights(folder / "two"), weights(folder)
+
+    assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
+    assert any(not torch.allclose(one[name], start[name], atol=1e-4) for name in one)
+
+
+@pytest.mark.parametrize("lora", [[], ["policy.lora.rank=4"]])
+def test_dpo_prefers_the_chosen_answers(folder, lora):
+    run_dir = f"dpo{len(lora)}"
+    run(folder, "dpo", *words_for("pairs", run_dir, 20, *lora))
+    rows = read_metrics(folder / run_dir / "metrics.jsonl")
+    first, last = (next(row for row in order if "supervised/margin" in row) for order in (rows, rows[::-1]))
+
+    assert first["supervised/loss"] == pytest.approx(0.693147, abs=1e-5)  # the policy is its reference
+    assert last["supervised/margin"] > first["supervised/margin"] and last["supervised/loss"] < 0.68
+    assert (folder / run_dir / "adapter").is_dir() == bool(lora)
+
+
+def test_a_reward_model_is_served_with_the_scores_that_it_learned(folder):
+    run(folder, "train-reward-model", *words_for("pairs", "scores", 40))
+    held_out = [row["supervised/held_out_accuracy"] for row in read_metrics(folder / "scores" / "metrics.jsonl")
+                if "supervised/held_out_accuracy" in row]
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "scores" / "model")
+    scorer = RewardScorer(str(folder / "scores" / "model"), "cpu")
+    records = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+
+    def scores(key: str) -> list[float]:
+        return scorer.score([
+            [{"role": "user", "content": one["prompt"]}, {"role": "assistant", "content": one[key]}] for one in records
+        ])
+
+    right = sum(better > worse for better, worse in zip(scores("chosen"), scores("rejected"), strict=True))
+    assert model.config.num_labels == 1
+    assert held_out[-1] > held_out[0] and right / len(records) > 0.7
+
+
+def test_a_bad_record_is_named_with_its_number_or_passed_over(folder):
+    records = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    write(folder / "bad.jsonl", [*records[:2], {"prompt": "ab"}, *records[3:]])
+
+    said = run(folder, "sft", *words_for("bad", "bad", 2), code=1)
+    assert "bad.jsonl, record 3" in said and "data.answer_key" in said and "data.on_bad_record=skip" in said
+    run(folder, "sft", *words_for("bad", "skipped", 2, "data.on_bad_record=skip"))
+    assert "needs data.path=" in run(folder, "sft", "policy.model_path=model", "run.dir=none", code=2)

@@ -1,0 +1,210 @@
+"""Losses and gradients of SFT, DPO and reward models against float64 transcriptions over plain forward passes."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from learner.data.packing import pack
+from learner.model.policy import load_policy
+from learner.model.reference import FrozenPolicy
+from learner.model.tiny import make_tiny_model
+from learner.ranks.mesh import Ranks
+from learner.supervised.methods import Dpo, RewardModel, Sft
+from learner.supervised.records import PairShape, places_of, row_of, shape_of
+from learner.supervised.rendering import Encoder
+from learner.supervised.reward_network import load_reward_network
+from streamrl.config.schema import DataConfig, DpoConfig, LearnerConfig
+from streamrl.errors import ConfigError, TaskError
+
+DATA = DataConfig()
+LOG_SIGMOID = torch.nn.functional.logsigmoid
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), characters="abcdefgh ", hidden_size=32, num_heads=2)
+
+
+@pytest.fixture
+def pairs() -> list[dict]:
+    return [
+        {"prompt": "ab", "chosen": "cdefg", "rejected": "hh", "margin": 0.5},
+        {"prompt": "a b c", "chosen": "g", "rejected": "gfed"},
+        {"chosen": [{"role": "user", "content": "h"}, {"role": "assistant", "content": "abc"}],
+         "rejected": [{"role": "user", "content": "h"}, {"role": "assistant", "content": "abd"}]},
+    ]
+
+
+def token_logprobs(model, ids: np.ndarray, mask: np.ndarray) -> torch.Tensor:
+    """Log-probs of the trained tokens by a whole forward pass of one sequence."""
+    ids = torch.tensor(ids, dtype=torch.int64)
+    logits = model(input_ids=ids[None, :-1]).logits[0]
+    return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0][torch.tensor(mask[1:])]
+
+
+def gradients(module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-6) -> None:
+    """The difference of whole gradients relative to their norm."""
+    assert found.keys() == expected.keys()
+    off = sum(((found[name].double() - expected[name].double()) ** 2).sum() for name in found) ** 0.5
+    norm = sum((one.double() ** 2).sum() for one in expected.values()) ** 0.5
+    assert norm > 1e-3 and off / norm < tolerance
+
+
+def double(model_dir) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+
+
+def backward(method, rows) -> float:
+    """The sum over several micro-batches, with its gradients."""
+    micro_batches = pack(rows, 40)
+    assert len(micro_batches) > 1
+    total = 0.0
+    for micro in micro_batches:
+        loss, _ = method.loss(micro)
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def test_sft_is_the_cross_entropy_of_the_assistants_tokens(model_dir):
+    policy, encoder = load_policy(model_dir), Encoder(model_dir, DATA)
+    method, truth = Sft(policy, encoder, DATA, max_tokens=24), double(model_dir)
+    records = [
+        {"prompt": "abc", "completion": "cba"}, {"question": "a" * 20, "answer": "b" * 20},  # cut after 24 tokens
+        {"messages": [{"role": "system", "content": "h"}, {"role": "user", "content": "ab"},
+                      {"role": "assistant", "content": "ba"}, {"role": "user", "content": "d"},
+                      {"role": "assistant", "content": "e"}]},
+    ]
+    rows = [method.row(place, record) for place, record in enumerate(records)]
+    assert [method.units(row) for row in rows] == [4, 3, 5]
+
+    loss = backward(method, rows)
+    expected = torch.zeros((), dtype=torch.float64)
+    for record in records:
+        ids, mask = encoder.encode(method.shape.messages(record))
+        expected = expected - token_logprobs(truth, ids[:24], mask[:24]).sum()
+    expected.backward()
+
+    assert loss == pytest.approx(float(expected), rel=1e-6)
+    same(gradients(policy.model), gradients(truth))
+
+
+@pytest.mark.parametrize("settings", [DpoConfig(), DpoConfig(beta=0.7, label_smoothing=0.2, sft_weight=0.3)])
+@pytest.mark.shows("dpo.beta")
+@pytest.mark.shows("dpo.label_smoothing")
+@pytest.mark.shows("dpo.sft_weight")
+def test_dpo_is_the_loss_of_its_paper(model_dir, pairs, settings):
+    policy, frozen, encoder = load_policy(model_dir), load_policy(model_dir), Encoder(model_dir, DATA)
+    with torch.no_grad():
+        for parameter in frozen.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    truth, truth_frozen = double(model_dir), copy.deepcopy(frozen.model).double()
+    truth_frozen.set_attn_implementation("eager")
+    method = Dpo(policy, FrozenPolicy(frozen, name="reference"), encoder, DATA, settings, max_tokens=40)
+    shape = method.shape
+    rows = [method.row(place, record) for place, record in enumerate(pairs)]
+    loss = backward(method, rows)
+
+    expected = torch.zeros((), dtype=torch.float64)
+    for record in pairs:
+        (better, c), (_, b) = (
+            scored(truth, truth_frozen, settings.beta, *encoder.encode(messages)) for messages in shape.pair(record)
+        )
+        smoothing = settings.label_smoothing
+        expected = expected - (1 - smoothing) * LOG_SIGMOID(c - b) - smoothing * LOG_SIGMOID(b - c)
+        expected = expected + settings.sft_weight * -better.mean()
+    expected.backward()
+
+    assert loss == pytest.approx(float(expected), rel=1e-6)
+    same(gradients(policy.model), gradients(truth))
+
+
+def scored(model, reference, beta: float, ids: np.ndarray, mask: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of an answer's tokens, and its reward."""
+    mine = token_logprobs(model, ids, mask)
+    with torch.no_grad():
+        before = token_logprobs(reference, ids, mask)
+    return mine, beta * (mine.sum() - before.sum())
+
+
+def test_a_reward_model_is_bradley_terry_at_the_last_token_that_is_no_padding(model_dir, pairs):
+    encoder = Encoder(model_dir, DATA)
+    network = load_reward_network(
+        model_dir, LearnerConfig(), Ranks(), dtype=torch.float32, gradient_checkpointing=False
+    )
+    torch.nn.init.normal_(network.score.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    truth = double(model_dir)
+    head = network.score.weight.detach().double().clone().requires_grad_()
+    method = RewardModel(network, encoder, DATA, max_tokens=60)
+    rows = [method.row(place, record) for place, record in enumerate(pairs)]
+    loss = backward(method, rows)
+
+    expected = torch.zeros((), dtype=torch.float64)
+    for record in pairs:
+        scores = []
+        for messages in method.shape.pair(record):
+            ids = torch.tensor(encoder.encode(messages)[0], dtype=torch.int64)
+            scores.append(truth.model(input_ids=ids[None]).last_hidden_state[0, -1] @ head[0])
+        expected = expected - LOG_SIGMOID(scores[0] - scores[1] - record.get("margin", 0.0))
+    expected.backward()
+
+    assert loss == pytest.approx(float(expected), rel=1e-6)
+    found = gradients(network)
+    assert torch.allclose(found.pop("score.weight").double(), head.grad, rtol=1e-4, atol=1e-6)
+    same({name.removeprefix("decoder."): one for name, one in found.items()}, gradients(truth.model))
+
+
+def test_a_pair_of_which_one_side_has_nothing_to_train_on_is_left_out():
+    ids, mask = np.arange(3, dtype=np.int32), np.array([False, True, True])
+    assert row_of(0, [(ids, mask), (ids, np.zeros(3, bool))]) is None
+    assert row_of(0, [(ids, mask)]).num_action_tokens == 2
+
+
+def test_a_pass_takes_each_record_once_in_an_order_of_its_own():
+    steps = [places_of(step, 3, 10, seed=1, shuffle=True) for step in range(6)]
+    first, second = sum(steps[:3], []), sum(steps[3:], [])
+
+    assert len(set(first)) == len(set(second)) == 9 and first != second
+    assert steps == [places_of(step, 3, 10, seed=1, shuffle=True) for step in range(6)]
+    assert steps != [places_of(step, 3, 10, seed=2, shuffle=True) for step in range(6)]
+    assert places_of(1, 3, 10, seed=1, shuffle=False) == [3, 4, 5]
+    with pytest.raises(ConfigError, match="num_prompts_per_step=11.*10 training records"):
+        places_of(0, 11, 10, seed=1, shuffle=False)
+
+
+USER, SAID = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(("record", "pairs", "message"), [
+    ({"prompt": "q"}, False, "no answer.*data.answer_key"),
+    ({"messages": [USER]}, False, "no answer"),
+    ({"prompt": "q", "completion": ""}, False, "'completion' is empty"),
+    ({"prompt": "q", "completion": [USER]}, False, "'completion' ends with a message of user"),
+    ({"messages": [USER, {"role": "bot", "content": "a"}]}, False, "'messages', message 2 has the role 'bot'"),
+    ({"prompt": "q", "chosen": "a"}, True, "no field 'rejected' .data.rejected_key"),
+    ({"prompt": "q", "rejected": "a"}, True, "no field 'chosen' .data.chosen_key"),
+    ({"prompt": "q", "chosen": "a", "rejected": 3}, True, "'rejected' is 3"),
+    ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, True, "'margin' is 'much'"),
+    ({"chosen": "a", "rejected": "b"}, True, "no prompt"),
+])
+def test_a_bad_record_is_refused_by_the_name_of_its_field(record, pairs, message):
+    with pytest.raises(TaskError, match=message):
+        shape_of(DATA, pairs=pairs).check(record)
+
+
+@pytest.mark.shows("data.chosen_key")
+@pytest.mark.shows("data.rejected_key")
+def test_fields_of_pairs_have_the_names_that_the_settings_say():
+    shape = shape_of(DataConfig(chosen_key="good", rejected_key="bad"), pairs=True)
+    assert isinstance(shape, PairShape)
+    good, bad = shape.pair({"messages": [USER], "good": "a", "bad": [SAID]})
+    assert [one.content for one in good] == [one.content for one in bad] == ["q", "a"]
