@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from actors.reward_model.scorer import RewardScorer
 from learner.data.packing import pack
 from learner.model.policy import load_policy
 from learner.model.reference import FrozenPolicy
@@ -17,7 +19,7 @@ from learner.ranks.mesh import Ranks
 from learner.supervised.methods import Dpo, RewardModel, Sft
 from learner.supervised.records import PairShape, places_of, row_of, shape_of
 from learner.supervised.rendering import Encoder
-from learner.supervised.reward_network import load_reward_network
+from learner.supervised.reward_network import export_reward_model, load_reward_network
 from streamrl.config.schema import DataConfig, DpoConfig, LearnerConfig
 from streamrl.errors import ConfigError, TaskError
 
@@ -94,7 +96,7 @@ def test_sft_is_the_cross_entropy_of_the_assistants_tokens(model_dir):
         expected = expected - token_logprobs(truth, ids[:24], mask[:24]).sum()
     expected.backward()
 
-    assert loss == pytest.approx(float(expected), rel=1e-6)
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
     same(gradients(policy.model), gradients(truth))
 
 
@@ -124,7 +126,7 @@ def test_dpo_is_the_loss_of_its_paper(model_dir, pairs, settings):
         expected = expected + settings.sft_weight * -better.mean()
     expected.backward()
 
-    assert loss == pytest.approx(float(expected), rel=1e-6)
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
     same(gradients(policy.model), gradients(truth))
 
 
@@ -157,7 +159,7 @@ def test_a_reward_model_is_bradley_terry_at_the_last_token_that_is_no_padding(mo
         expected = expected - LOG_SIGMOID(scores[0] - scores[1] - record.get("margin", 0.0))
     expected.backward()
 
-    assert loss == pytest.approx(float(expected), rel=1e-6)
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
     found = gradients(network)
     assert torch.allclose(found.pop("score.weight").double(), head.grad, rtol=1e-4, atol=1e-6)
     same({name.removeprefix("decoder."): one for name, one in found.items()}, gradients(truth.model))
@@ -208,3 +210,27 @@ def test_fields_of_pairs_have_the_names_that_the_settings_say():
     assert isinstance(shape, PairShape)
     good, bad = shape.pair({"messages": [USER], "good": "a", "bad": [SAID]})
     assert [one.content for one in good] == [one.content for one in bad] == ["q", "a"]
+
+
+def test_an_exported_reward_model_gives_the_scores_that_were_trained_also_where_the_end_is_the_padding(
+    tmp_path, pairs
+):
+    model_dir = make_tiny_model(tmp_path / "model", characters="abcdefgh ", hidden_size=32, num_heads=2)
+    settings = json.loads((model_dir / "tokenizer_config.json").read_text())
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({**settings, "pad_token": settings["eos_token"]}))
+    network = load_reward_network(
+        model_dir, LearnerConfig(), Ranks(), dtype=torch.float32, gradient_checkpointing=False
+    )
+    torch.nn.init.normal_(network.score.weight, generator=torch.Generator().manual_seed(0))
+    method = RewardModel(network, Encoder(model_dir, DATA), DATA, max_tokens=60)
+    out = export_reward_model(network, model_dir, tmp_path / "scores", Ranks(), padding=method.padding)
+    scorer = RewardScorer(str(out), "cpu")
+
+    for record in pairs:
+        (micro,) = pack([method.row(0, record)], 60)
+        with torch.no_grad():
+            trained = network(micro.tokens, micro.positions, micro.packing, micro.score_index)
+        served = scorer.score([
+            [{"role": one.role, "content": one.content} for one in messages] for messages in method.shape.pair(record)
+        ])
+        assert served == pytest.approx(trained.tolist(), abs=1e-5)
