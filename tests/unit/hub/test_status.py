@@ -52,9 +52,11 @@ def test_the_status_of_the_last_second_does_not_replace_the_final_one(tmp_path, 
 def test_a_full_disk_under_the_status_does_not_end_the_hub(tmp_path, caplog):
     beside = tmp_path / f".status.json.{os.getpid()}"
     with LiveHub(tmp_path, config_of()) as hub:
-        hub.link.refresh_status()
-        (tmp_path / "status.json").unlink()
         deadline = time.monotonic() + 60
+        while not (tmp_path / "status.json").exists():
+            assert time.monotonic() < deadline
+            hub.link.refresh_status()
+        (tmp_path / "status.json").unlink()
         while "status.json was not written" not in caplog.text:
             with suppress(FileExistsError):  # a failed write removes it
                 beside.symlink_to("/dev/full")
