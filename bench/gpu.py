@@ -50,7 +50,7 @@ LAST_STEP = (
     "throughput/generate_tokens_per_s", "throughput/train_tokens_per_s", "drift/mismatch", "lag/token_mean",
     "time/install_pause_s", "time/install_s", "time/visible_s", "hub/num_probe_failures", "hub/probe_mean_difference",
 )
-"""What is kept of a launched run's last step."""
+"""Metrics of a launched run's last step that are recorded."""
 SHAPES = ("tiny",) if DRY_RUN else ("0.6b", "1.5b")
 
 

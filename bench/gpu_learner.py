@@ -115,7 +115,7 @@ class LagZero:
 
 
 def measure_lag_zero(shape: str, num_sequences: int, num_tokens: int, seed: int) -> LagZero:
-    """What the native engine sampled with against what the learner computes, and each against float32.
+    """Log-probs of the native engine against those of the learner, and each against float32.
 
     Random weights are scaled until the policy is as sure of itself as a trained one: logits of 10 to 30.
     """

@@ -16,8 +16,13 @@ from typing import Any
 from streamrl.errors import ConfigError
 
 
-def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(setting, name) of all that these plain settings name on an actor's machine."""
+def named_code(settings: Mapping[str, Any], *, verifiers: bool = False) -> Iterator[tuple[str, str]]:
+    """(setting, name) of all that these plain settings name on an actor's machine.
+
+    Args:
+        verifiers: the settings are laid over others, which have a taskset of verifiers.
+    """
+    verifiers = verifiers or any(text.startswith("verifiers:") for text in _texts(settings))
     env, reward, actors = (_section(settings, name) for name in ("env", "reward", "actors"))
     if env.get("path") is not None:
         yield "env.path", str(env["path"])
@@ -37,15 +42,16 @@ def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if (variable := _section(actors, "endpoint").get("admin_key_env")) is not None:
         yield "actors.endpoint.admin_key_env", str(variable)
     # vLLM imports some of its arguments, which and in what form depends on its version; choices are single words.
-    # Options of a taskset of verifiers name its interpreter, and functions.
-    options = _section(env, "options") if str(env.get("name")).startswith("verifiers:") else {}
+    # Options of a taskset of verifiers name its interpreter and functions; sections of tasks inherit the taskset.
+    options = _section(env, "options") if verifiers else {}
     for setting, section in (("actors.vllm", _section(actors, "vllm")), ("env.options", options)):
         yield from ((setting, text) for text in _texts(section) if any(mark in text for mark in ".:/"))
     for prefix, tables in (("eval.datasets", _section(_section(settings, "eval"), "datasets")),
                            ("env.tasks", _section(env, "tasks"))):
         for name, one in tables.items():
             if isinstance(one, Mapping):
-                yield from ((f"{prefix}.{name}.{setting}", code) for setting, code in named_code(one))
+                named = named_code(one, verifiers=verifiers)
+                yield from ((f"{prefix}.{name}.{setting}", code) for setting, code in named)
 
 
 def refuse_references(settings: Any) -> None:

@@ -29,7 +29,7 @@ MAX_TEST = 200
 
 
 class VerifiersTask(SingleTurnTask):
-    """One taskset.
+    """Task of one taskset: its records, and episodes that its process plays.
 
     Args:
         taskset_id: as of `vf-eval`.

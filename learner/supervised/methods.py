@@ -1,4 +1,4 @@
-"""What `streamrl sft`, `dpo` and `train-reward-model` differ in: rows of a record, their loss, and what is measured."""
+"""Methods of `streamrl sft`, `dpo` and `train-reward-model`: rows of a record, their loss, and measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Measured = dict[str, Tensor]
 
 
 class Method(Protocol):
-    """One way to learn from records.
+    """Interface of a method that learns from records.
 
     Attributes:
         network: what learns.
@@ -40,7 +40,7 @@ class Method(Protocol):
         ...
 
     def units(self, row: Trajectory) -> int:
-        """What the loss is a mean over: tokens, or pairs."""
+        """Number of tokens, or of pairs, over which the loss is a mean."""
         ...
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Measured]:

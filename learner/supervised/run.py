@@ -108,7 +108,7 @@ class Run:
         with self.clock.timed("pack"):
             size, data = config.rollout.num_prompts_per_step, config.data
             places = places_of(self.step, size, len(self.data.train), seed=config.run.seed, shuffle=data.shuffle)
-            rows = self.rows(self.data.train, places)
+            rows = self.rows(self.data.train, places, "training")
             micro_batches = self.packed(rows)
         with self.clock.timed("forward_backward"):
             measured = self.passes(micro_batches, rows, gradients=True)
@@ -127,7 +127,7 @@ class Run:
             "supervised/num_dropped": dropped,
         }
 
-    def rows(self, records: Mixture, places: Sequence[int]) -> list[Trajectory]:
+    def rows(self, records: Mixture, places: Sequence[int], what: str) -> list[Trajectory]:
         """This rank's records, encoded; what leaves nothing to train on is dropped and counted."""
         found, self.num_dropped = [], 0
         for place in places[self.ranks.dp_rank :: self.ranks.mesh.dp_size]:
@@ -136,7 +136,7 @@ class Run:
                 row = self.method.row(place, records[place])
             except TaskError as error:
                 if self.config.data.on_bad_record is OnBadRecord.error:
-                    raise TaskError(f"training record {place}: {error}; or set data.on_bad_record=skip") from error
+                    raise TaskError(f"{what} record {place}: {error}; or set data.on_bad_record=skip") from error
             if row is None:
                 self.num_dropped += 1
             else:
@@ -177,7 +177,7 @@ class Run:
         if not num:
             return {}
         with self.clock.timed("eval"):
-            rows = self.rows(self.data.test, range(num))
+            rows = self.rows(self.data.test, range(num), "held-out")
             measured = self.passes(self.packed(rows), rows, gradients=False)
         return {f"supervised/held_out_{name}": measured[name] for name in ("loss", "accuracy") if name in measured}
 

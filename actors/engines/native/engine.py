@@ -122,8 +122,8 @@ class NativeEngine:
         if spec.device == "cpu":
             keep_freed_memory()
         elif spec.memory_share is not None:
-            index = torch.device(spec.device).index  # torch refuses a device without a number here
-            torch.cuda.set_per_process_memory_fraction(spec.memory_share, 0 if index is None else index)
+            index = torch.device(spec.device).index or 0  # torch refuses a device without a number here
+            torch.cuda.set_per_process_memory_fraction(spec.memory_share, index)
         model = build_model(spec.model_dir, dtype=spec.dtype, device=spec.device)
         return cls(
             model, spec.tokenizer, max_num_seqs=spec.max_num_seqs, max_tokens=spec.max_tokens, device=spec.device,

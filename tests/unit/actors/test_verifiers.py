@@ -118,4 +118,7 @@ def test_a_hub_may_not_name_an_interpreter_that_the_actor_does_not_allow():
     with pytest.raises(ConfigError, match="env.options="):
         check_allowed(given, own)
     check_allowed(given, given)
+    inherited = {"env": {**own["env"], "tasks": {"one": {"env": {"options": {"python": sys.executable}}}}}}
+    with pytest.raises(ConfigError, match="env.tasks.one.env.options="):
+        check_allowed(inherited, own)
 

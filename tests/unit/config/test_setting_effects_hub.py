@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,6 +57,7 @@ from streamrl.stream.segments import read_records, segments
 from streamrl.stream.writer import LogWriter
 from streamrl.weights.document import VersionRetired
 from streamrl.weights.source import WeightSource
+from tests.flow.processes import free_port
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 from tests.unit.config.test_setting_effects_ledger import joined, ledger_of
 from tests.unit.hub.broadcast_harness import until
@@ -72,12 +72,6 @@ def model_dir(tmp_path_factory) -> Path:
 
 
 # --- sockets ---------------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_the_hub_listens_at_the_address_that_is_set_and_publishes_it(tmp_path):

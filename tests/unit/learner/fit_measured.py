@@ -10,9 +10,9 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
+import traceback
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from learner.ranks.mesh import Ranks
 from learner.trainer import Trainer, TrainerSettings
 from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig
+from tests.flow.processes import free_port
 from tests.unit.learner.learner_factories import plan_of
 
 SIZES: dict[str, Any] = dict(
@@ -131,10 +132,7 @@ def peak_of_step(model_dir: Path, variant: str, ranks: Ranks) -> int:
 def forked(model_dir: Path, variant: str, world: int) -> int:
     """The peak of rank 0 of so many processes, which have loaded and made nothing but what this one has."""
     receiver, sender = os.pipe()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
+    port, children = free_port(), []
     for rank in range(world):
         if not (child := os.fork()):
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
@@ -143,6 +141,8 @@ def forked(model_dir: Path, variant: str, world: int) -> int:
                 found = peak_of_step(model_dir, variant, Ranks.start("cpu", timeout_s=100))
                 os.write(sender, str(found).encode() if rank == 0 else b"")
                 os._exit(0)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         children.append(child)
