@@ -94,6 +94,8 @@ async def played(policy: LocalPolicy, words: list[str]) -> Played:
     await evaluate(one, policy, task, out, Progress(num_prompts_of(one, task)))
     after, taken_s = policy.engine.stats(), time.perf_counter() - began
     lines = sorted((json.loads(line) for line in out.getvalue().splitlines()), key=lambda line: line["prompt_index"])
+    if failed := [line["failure"] for line in lines if "failure" in line]:
+        raise RuntimeError(f"{len(failed)} episodes failed: {failed[0]}")
     return Played((after.busy_s - before.busy_s) / taken_s, (after.tokens_total - before.tokens_total) / taken_s,
                   [line["text"] for line in lines])
 

@@ -41,6 +41,8 @@ FORMS = {
 }
 MAX_BODY_BYTES = 16 << 20
 """Of a request; the longest context of today's models is a tenth of it."""
+MAX_CONNECTING = 4096
+"""Connections that wait to be accepted: all agents of an actor may start at once; one left out waits a second."""
 REPEATED = "x-stainless-retry-count"
 """Header with which the SDKs of OpenAI and Anthropic number their repetitions of a call."""
 
@@ -69,7 +71,7 @@ async def serve(sessions: Keys, host: str, port: int) -> tuple[web.AppRunner, in
         app.add_routes(Control(sessions).routes())
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
     await runner.setup()
-    site = web.TCPSite(runner, host, port)
+    site = web.TCPSite(runner, host, port, backlog=MAX_CONNECTING)
     try:
         await site.start()
     except OSError:

@@ -7,6 +7,7 @@ It takes what its parameters name: `client`, an `openai.AsyncOpenAI` of its sess
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import inspect
 from collections.abc import Awaitable, Callable
@@ -35,7 +36,7 @@ def function_agent(name: str) -> Callable[[Record, AgentSession], Awaitable[Any]
             f"env.agent={name} must take the record and any of {', '.join(GIVEN)}, as run(client, record); it takes "
             f"({', '.join(known)})"
         )
-    clients = {one: _Clients(one) for one in CLIENTS if one in known}
+    clients = {one: _clients(one) for one in CLIENTS if one in known}
 
     async def play(record: Record, session: AgentSession) -> Any:
         given = {"base_url": session.base_url, "api_key": session.api_key, others[0]: record}
@@ -59,8 +60,17 @@ def _found(name: str) -> Any:
     return getattr(module, attribute)
 
 
+@functools.cache
+def _clients(parameter: str) -> _Clients:
+    return _Clients(parameter)
+
+
 class _Clients:
-    """Clients of one package for sessions, over common connections: to make one takes long."""
+    """Clients of one package for all sessions of the process, over common connections: to make one takes long.
+
+    They outlive their agents. A connection that is garbage collected is closed behind its event loop's back, and the
+    next socket with its descriptor, the endpoint's own too, would never be told that something came.
+    """
 
     def __init__(self, parameter: str) -> None:
         package, name, self._end = CLIENTS[parameter]

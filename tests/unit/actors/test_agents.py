@@ -18,6 +18,7 @@ from actors.endpoint.access import BODY_S
 from actors.endpoint.endpoint import Endpoint
 from actors.rollout import run_group, sendable
 from actors.settings import make_endpoint
+from envs.agents.function import function_agent
 from envs.agents.task import AgentTask
 from envs.registry import task_of
 from streamrl.config.load import load_config, to_plain
@@ -354,6 +355,28 @@ def test_an_agent_of_the_package_openai_is_not_changed(tmp_path):
     task = task_of(settings("env.agent=tests.unit.actors.test_agents:sdk"))
     member = member_of(play(task, "x<end>", "7<end>")[0])
     assert sequences(member) == [f"{START}|x<end><start>u:u<end><start>a:7<end>"] and member.reward == 1.0
+
+
+CONNECTIONS = []
+
+
+async def connected(client, record):
+    await client.chat.completions.create(model="any", messages=[Q])
+    CONNECTIONS.append(client._client)
+    return 1.0
+
+
+def test_agents_that_follow_each_other_share_their_connections():
+    """`python -m bench.agents_busy` waits for answers that nobody reads where a task takes its connections along."""
+
+    async def agent(session, asks):
+        for _ in range(2):
+            await function_agent("tests.unit.actors.test_agents:connected")(RECORD, session)
+        return 1.0
+
+    CONNECTIONS.clear()
+    play(AgentLoop(agent), "7<end>", "7<end>")
+    assert len(CONNECTIONS) == 2 and CONNECTIONS[0] is CONNECTIONS[1]
 
 
 PROGRAM = """
