@@ -36,6 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--lags", type=int, nargs="+", metavar="N", help="only the cells of these lags")
     parser.add_argument("--rates", type=float, nargs="+", metavar="R", help="only the cells of these rates")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of each run of --arms")
+    parser.add_argument("--experiment", default="quickstart", help="the task of --arms, in a folder of its own")
     parser.add_argument("--max-cells", type=int, help="stop after so many")
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
     parser.add_argument("--publish", action="store_true", help="write the table, and replace the committed results")
@@ -44,7 +45,8 @@ def main(words: Sequence[str] | None = None) -> int:
     folder = folder.resolve()
     if not (arguments.table or arguments.publish):
         cells = [
-            one for one in all_cells(quick=arguments.quick, arms=arguments.arms, num_steps=arguments.steps)
+            one for one in all_cells(
+                quick=arguments.quick, arms=arguments.arms, num_steps=arguments.steps, experiment=arguments.experiment)
             if all(chosen is None or value in chosen for value, chosen in (
                 (one.seed, arguments.seeds), (one.lag, arguments.lags), (one.rate, arguments.rates)))
         ]
@@ -65,7 +67,8 @@ def run_all(folder: Path, cells: Sequence[Cell], *, max_cells: int | None = None
         results = finished(path)
         tries: dict[Cell, int] = {}
         for one in results:
-            cell = Cell(one["arm"], one["lag"], one["rate"], one["seed"], one["num_steps"])
+            cell = Cell(one["arm"], one["lag"], one["rate"], one["seed"], one["num_steps"],
+                        one.get("experiment", "quickstart"))
             tries[cell] = NUM_TRIES if one["valid"] else tries.get(cell, 0) + 1
         waiting = ordered((one for one in cells if tries.get(one, 0) < NUM_TRIES),
                           [one for one in results if one["valid"]])

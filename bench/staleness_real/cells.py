@@ -86,16 +86,17 @@ class Cell:
     rate: float
     seed: int
     num_steps: int = NUM_STEPS
+    experiment: str = "quickstart"
 
     @property
     def name(self) -> str:
         """For directories."""
-        return f"{self.arm}-lag{self.lag}-{self.rate:g}-{self.seed}"
+        return f"{self.experiment}-{self.arm}-lag{self.lag}-{self.rate:g}-{self.seed}"
 
     def overrides(self) -> list[str]:
         """The run's settings, beside where it stands."""
         return [
-            "experiment=quickstart", *{**ARMS, **CRITIC_ARMS}[self.arm], f"run.seed={self.seed}",
+            f"experiment={self.experiment}", *{**ARMS, **CRITIC_ARMS}[self.arm], f"run.seed={self.seed}",
             f"staleness.force={self.lag}", f"policy.optimizer.lr={self.rate}",
             f"trainer.num_steps={self.num_steps}", f"eval.every_steps={EVERY}", "samples.num_per_step=0",
             "samples.num_per_eval=0", "launch.num_actors=1", "actors.num_concurrent=128", "checkpoint.every_steps=0",
@@ -107,14 +108,16 @@ class Cell:
         return result["settled_lag"] == self.lag
 
 
-def all_cells(*, quick: bool = False, arms: Sequence[str] | None = None, num_steps: int = NUM_STEPS) -> list[Cell]:
+def all_cells(*, quick: bool = False, arms: Sequence[str] | None = None, num_steps: int = NUM_STEPS,
+              experiment: str = "quickstart") -> list[Cell]:
     """Every cell; `quick` keeps the shape of the experiment and nothing of its meaning.
 
     Args:
         arms: of both tables, these only.
+        experiment: of these arms.
     """
     if arms is not None:
-        return [Cell(*values, num_steps) for values in product(arms, LAGS, RATES, SEEDS)]
+        return [Cell(*values, num_steps, experiment) for values in product(arms, LAGS, RATES, SEEDS)]
     if quick:
         return [Cell(arm, lag, RATES[0], SEEDS[0], 6) for arm in ("uncorrected", "stream_default") for lag in (2, 0)]
     return [

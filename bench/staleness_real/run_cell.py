@@ -57,7 +57,8 @@ def measured(cell: Cell, record: RunRecord) -> dict[str, Any]:
     curve = [(int(row["eval/version"]), row["eval/score"]) for row in record.rows if "eval/score" in row]
     settled = [row for row in record.rows if row["step"] > cell.lag and "lag/token_mean" in row]
     return {
-        "arm": cell.arm, "lag": cell.lag, "rate": cell.rate, "seed": cell.seed, "num_steps": cell.num_steps,
+        "experiment": cell.experiment, "arm": cell.arm, "lag": cell.lag, "rate": cell.rate, "seed": cell.seed,
+        "num_steps": cell.num_steps,
         "mean_lag": round(record.summary.lag_mean, 3),
         "settled_lag": round(statistics.fmean(row["lag/token_mean"] for row in settled), 3),
         "max_lag": record.summary.lag_max, "num_lag_violations": record.summary.num_lag_violations,
