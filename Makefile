@@ -13,6 +13,7 @@
 # make package-test the wheel in an empty environment, from an empty directory
 # make oracles      set up two more environments, then test the algorithms against other people's implementations
 # make verifiers    set up one more, then train on a taskset of the package verifiers
+# make openenv      set up one more, then train on an environment behind a server of the package openenv
 
 PYTHON ?= python3
 VENV   := .venv
@@ -27,7 +28,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes, each of which would compile the project again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install gpu quickstart vllm test test-slow test-all lint site smollm2 slurm mlflow bench oracles verifiers peers staleness chaos docs-test package-test clean
+.PHONY: install gpu quickstart vllm test test-slow test-all lint site smollm2 slurm mlflow bench oracles verifiers openenv peers staleness chaos docs-test package-test clean
 
 # An environment that `make gpu` made stays one: neither the CPU's lists nor its pins go over it.
 ifeq ($(wildcard $(GPU)),)
@@ -143,6 +144,14 @@ verifiers: install .venv-verifiers/.installed
 .venv-verifiers/.installed:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 uv
+	touch $@
+
+openenv: install .venv-openenv/.installed
+	$(BIN)/python -m pytest tests/flow/test_openenv.py
+
+.venv-openenv/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check openenv==0.10.0
 	touch $@
 
 staleness: install

@@ -1,7 +1,7 @@
 """Is the engine as busy with agents that call it over HTTP as with plain episodes of the same prompts?
 
 One engine with a real model answers held-out sums greedily, twice per repeat: as plain episodes, and by an agent that
-calls with the package openai once per episode. Both must sample the same tokens. The value is the ratio of the shares
+calls with the package openai once per episode. All answers have the same length. The value is the ratio of the shares
 of time in which the engine steps; beside it the ratio of the tokens per second.
 
 Run: python -m bench.agents_busy [--tokens 64] [--quick]

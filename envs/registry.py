@@ -4,6 +4,7 @@
     reasoning_gym.chain_sum     a dataset of the reasoning_gym package
     gem                         an environment of the GEM package, named by its id
     verifiers:my-taskset        a taskset of verifiers, in an environment of its own
+    openenv:http://HOST:PORT    an environment behind a server of OpenEnv
     my_package.tasks:MyTask     a class (or a function that returns a task) on the import path
     path="my_task.py"           a file that need not be on the import path
 
@@ -129,6 +130,10 @@ def _factory(name: str) -> Callable[..., Any]:
         return partial(ReasoningTask, name.removeprefix(PREFIX))
     if name.startswith(VERIFIERS):
         return partial(VerifiersTask, name.removeprefix(VERIFIERS))
+    if name.startswith("openenv:"):
+        from envs.adapters.openenv import OpenEnvTask  # its library takes a while to load, and few runs need it
+
+        return partial(OpenEnvTask, name.removeprefix("openenv:"))
     if ":" not in name:
         # The package is only imported for the spelling check of a name that failed already.
         candidates = [*REGISTERED, *(PREFIX + dataset for dataset in dataset_names())]

@@ -7,7 +7,7 @@ one's own, returned by `Task.env`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -275,6 +275,14 @@ class GenerationClient(Protocol):
 
     def reward(self, value: float, turn: int = -1) -> None:
         """Reward a turn, by default the last one, in addition to the reward that the rollout returns at its end."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a wait that `env.step_timeout_s` does not count, as that for a free place of a server."""
+        ...
+
+    def note_progress(self) -> None:
+        """The episode is alive although nothing is generated; one that says nothing for long is played again."""
         ...
 
     def session(self) -> AbstractAsyncContextManager[AgentSession]:

@@ -75,6 +75,7 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_a_second_learner_on_a_living_run_is_refused": "two learners; unit/learner/test_run_lock.py has the lock",
         "test_an_actor_that_outlived_its_learner_joins_another_run_at_the_same_address": "two runs, one learner killed",
     },
+    "flow/test_openenv.py": "a launched run beside a server; unit/envs/adapters/test_openenv.py has our side",
     "flow/test_search.py": "three launched runs",
     "flow/test_supervised.py": {
         "test_a_stopped_and_a_killed_run_go_on_to_the_same_bits": "five runs one after the other",

@@ -367,7 +367,7 @@ async def connected(client, record):
 
 
 def test_agents_that_follow_each_other_share_their_connections():
-    """`python -m bench.agents_busy` waits for answers that nobody reads where a task takes its connections along."""
+    """Connections that are garbage collected with a task leave their event loop deaf to the next ones."""
 
     async def agent(session, asks):
         for _ in range(2):
