@@ -88,7 +88,8 @@ class OpenEnvTask(SeededTask):
         shown = {name: value for name, value in observation.items() if name not in OF_EVERY_MODEL}
         name = self._observation or (next(iter(shown)) if len(shown) == 1 else None)
         if name is not None and name not in shown:
-            raise TaskError(f"env.options.observation={name} is no field of an observation: name one of {', '.join(shown)}")
+            known = ", ".join(shown)
+            raise TaskError(f"env.options.observation={name} is no field of an observation: name one of {known}")
         told = shown if name is None else shown[name]
         return ChatMessage("user", told if isinstance(told, str) else json.dumps(told, ensure_ascii=False))
 
