@@ -119,6 +119,7 @@ class EpisodeRunner:
                     with self.load.off_engine():
                         step, goes_on = checked(await group.step(index, told, self._play_group), source), False
                 scores = _add_scores(scores, step, source)
+                transcript.pay_agents(step.agents)
             except (EngineError, asyncio.CancelledError):
                 raise
             except Exception as error:  # see `play`
@@ -143,7 +144,8 @@ class EpisodeRunner:
                 client = self._client(transcript, clock, seed, sampling, on_progress)
                 with self.load.in_environment():
                     step = checked(await env.rollout(record, client), source)
-            score = step.reward + client.earned if step.score is None else step.score
+            earned = client.earned + sum(step.agents.values())
+            score = step.reward + earned if step.score is None else step.score
             scores = _add_scores({"score": 0.0}, replace(step, score=score), source)
         except EpisodeFullError as error:
             assert client is not None
@@ -162,6 +164,10 @@ class EpisodeRunner:
         if client.failure is not None:  # whatever the loop made of it
             raise client.failure
         transcript.pay_outcome(step.reward)
+        try:
+            transcript.pay_agents(step.agents)
+        except TaskError as error:
+            return self._failed(index, transcript, error)
         return _finished(index, transcript, scores, "env" if step.truncated else client.finish, step)
 
     def _client(
@@ -250,6 +256,7 @@ def checked(step: Any, source: str) -> Step:
         reward=_number(step.reward, "reward", source),
         score=None if step.score is None else _number(step.score, "score", source),
         parts={_name(name, source): _number(part, f"part {name!r}", source) for name, part in step.parts.items()},
+        agents={_name(name, source): _number(one, f"agent {name!r}", source) for name, one in step.agents.items()},
     )
 
 

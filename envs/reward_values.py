@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from streamrl.environment import MAX_REWARD, Step
@@ -51,6 +52,8 @@ def entries_of_batch(value: Any, num: int, source: str) -> Sequence[Any]:
 
 
 def _step_of_parts(parts: Mapping[Any, Any], source: str) -> Step:
+    if isinstance(agents := parts.get("agents"), Mapping):
+        return _step_of_agents(agents, {name: one for name, one in parts.items() if name != "agents"}, source)
     if not parts:
         raise TaskError(f"{source} returned an empty dict: return {FORMS}.")
     values = {_name(name, source): number(value, f"{source}, part {name!r},") for name, value in parts.items()}
@@ -60,6 +63,14 @@ def _step_of_parts(parts: Mapping[Any, Any], source: str) -> Step:
         reward=number(reward, f"{source}: the sum of its parts"), score=values.get("score"),
         parts={name: value for name, value in values.items() if name not in ("reward", "score")},
     )
+
+
+def _step_of_agents(agents: Mapping[Any, Any], parts: Mapping[Any, Any], source: str) -> Step:
+    """Rewards of agents, which are parts too; "reward" beside them counts on the last turn, whoever's it is."""
+    rewards = {_name(name, source): number(one, f"{source}, agent {name!r},") for name, one in agents.items()}
+    step = _step_of_parts({"reward": 0.0, **parts}, source)
+    shown = {f"agent_{name}"[:MAX_NAME_CHARS]: one for name, one in rewards.items()}
+    return replace(step, parts={**step.parts, **shown}, agents=rewards)
 
 
 def _name(name: Any, source: str) -> str:

@@ -44,6 +44,8 @@ class Step:
         text: the environment's answer as text instead of `messages`: it follows the model's words as it is, without the
             chat template, and is encoded alone.
         truncated: with `done`, the environment ended the episode at a limit of its own.
+        agents: with `done`, the rewards of the agents that their calls named, each for its agent's last turn; they add
+            to `reward`.
         context: the model's whole next input in place of `messages`, as messages or an `InputText`. Where it does not
             begin with all that was read and said, the history is rewritten: another sequence of the trajectory begins.
     """
@@ -56,6 +58,7 @@ class Step:
     text: str | None = None
     truncated: bool = False
     context: Sequence[ChatMessage] | InputText | None = None
+    agents: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -256,7 +259,7 @@ class GenerationClient(Protocol):
     async def generate(
         self, prompt: str | Sequence[Any], *, tools: Sequence[Mapping[str, Any]] = (),
         max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None, train: bool = True,
-        **sampling: float | None,
+        agent: str = "", **sampling: float | None,
     ) -> Generated:
         """The model's next turn. Where the input begins with all that was read and said, the same sequence goes on.
 
@@ -265,6 +268,7 @@ class GenerationClient(Protocol):
             tools: JSON schemas for the chat template.
             max_new_tokens: at most; never more than the run's.
             stop: texts that end the turn, in place of the run's.
+            agent: whose turn it is, where several play: a sequence belongs to one of them.
             train: False for a call that is not part of the trajectory; only then may the sampling differ.
             sampling: temperature, top_p, top_k, min_p.
         Raises:

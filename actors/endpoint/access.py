@@ -13,6 +13,8 @@ from aiohttp import web
 
 from actors.endpoint.sessions import Keys, Session
 
+MAX_NAME_CHARS = 32
+"""Of an agent's name, as of the messages' words."""
 BODY_S = 60.0
 """Longest wait for the rest of a request that has begun; a client that hangs is told so and loses its connection."""
 
@@ -43,6 +45,17 @@ def session_of(sessions: Keys, request: web.Request) -> Session:
         401, "invalid_api_key", "this key names no session: an agent must take OPENAI_API_KEY as it got it, with the "
         "OPENAI_BASE_URL that came with it; streamrl serve takes its --api-key"
     )
+
+
+def agent_of(request: web.Request) -> str:
+    """Name of the agent that asks, "" where the call names none."""
+    name = request.headers.get("X-Agent-ID", "")
+    if len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise ApiError(
+            400, "invalid_request", f"X-Agent-ID is {name!r:.60}: give a name of at most {MAX_NAME_CHARS} printable "
+            "characters"
+        )
+    return name
 
 
 def is_admin(sessions: Keys, request: web.Request) -> bool:

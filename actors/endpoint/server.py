@@ -22,7 +22,7 @@ from typing import Any
 
 from aiohttp import web
 
-from actors.endpoint.access import ApiError, body_of, over, session_of
+from actors.endpoint.access import ApiError, agent_of, body_of, over, session_of
 from actors.endpoint.chat_json import CHAT
 from actors.endpoint.control import Control, take_reward
 from actors.endpoint.form import Body, Form, ruled
@@ -111,9 +111,12 @@ class _Server:
         options = _options(form.options, body, session)
         if not session.recorded:
             options["train"] = False
+        if agent := agent_of(request):
+            options["agent"] = agent
         changed = ruled(options, session.client.sampling)
         marked = request.headers.get(REPEATED, "0") != "0"
-        answer = session.ask(request.path.encode() + raw, options, _Asker(request), marked=marked)
+        asked = f"{request.path} {agent}".encode() + raw
+        answer = session.ask(asked, options, _Asker(request), marked=marked)
         whole = form.answer(await _awaited(session, answer), body, session)
         streams = form.events is not None and body.get("stream")
         response = web.StreamResponse(headers={"X-Streamrl-Sampling": ", ".join(changed)} if changed else None)

@@ -17,7 +17,7 @@ from streamrl.environment import ChatMessage, Generated
 from streamrl.errors import TaskError
 
 ROLES = ("system", "user", "assistant", "tool")
-PASSED = ("temperature", "top_p", "top_k", "min_p", "stop", "train")
+PASSED = ("temperature", "top_p", "top_k", "min_p", "stop", "train", "agent")
 IGNORED = ("model", "user", "metadata", "timeout", "parallel_tool_calls", "store", "seed", "service_tier")
 """Of a server; they mean nothing here."""
 ONLY = {"n": 1, "stream": False, "tool_choice": "auto", "frequency_penalty": 0, "presence_penalty": 0}

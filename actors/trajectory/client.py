@@ -85,7 +85,7 @@ class Client:
 
     async def generate(
         self, prompt: str | Sequence[Any], *, tools: Tools = (), max_new_tokens: int | None = None,
-        stop: str | Sequence[str] | None = None, train: bool = True, **sampling: float | None,
+        stop: str | Sequence[str] | None = None, train: bool = True, agent: str = "", **sampling: float | None,
     ) -> Generated:
         """The model's next turn: see `streamrl.environment.GenerationClient`."""
         if self._closed:
@@ -93,7 +93,7 @@ class Client:
         distribution = self._distribution(sampling, train)
         text, read = self._input(prompt, tools)
         try:
-            read, room = self._admitted(read, train)
+            read, room = self._admitted(read, train, agent)
         except EpisodeFullError:
             await asyncio.sleep(0)  # a loop that asks again and again must come to its time limit
             raise
@@ -110,9 +110,9 @@ class Client:
         self._on_progress()
         said = self._renderer.text(generation.token_ids)
         if train and not self._closed:
-            if self._transcript.turns and self._transcript.continued(read) is None:
+            if self._transcript.turns and self._transcript.continued(read, agent) is None:
                 note_rewriting(ENVIRONMENT)
-            sequence = self._transcript.add_turn(read, generation)
+            sequence = self._transcript.add_turn(read, generation, agent)
             if sequence is not None:
                 seen = self._renderer.whole_text(read) if text is None else text
                 self._texts.hear(sequence, seen, generation.token_ids)
@@ -171,7 +171,7 @@ class Client:
         ids = self._texts.ids_for(text)
         return text, self._renderer.encode_input(text, whole=whole) if ids is None else ids
 
-    def _admitted(self, read: list[int], train: bool) -> tuple[list[int], int]:
+    def _admitted(self, read: list[int], train: bool, agent: str) -> tuple[list[int], int]:
         """The input, cut if it may be, and the new tokens that the turn may have."""
         rules = self._rules
         if self._num_turns >= rules.max_turns:
@@ -182,7 +182,9 @@ class Client:
             except PromptTooLongError as error:
                 self.failure = error
                 raise
-        room = rules.room(self._transcript, read) if train else min(rules.max_new_tokens, rules.max_tokens - len(read))
+        room = min(rules.max_new_tokens, rules.max_tokens - len(read))
+        if train:
+            room = rules.room(self._transcript, read, agent)
         if room < 1:
             self._raise_full(
                 f"the trajectory has no room after an input of {len(read)} tokens, with {self._transcript.num_tokens} "
@@ -201,7 +203,7 @@ class Client:
         if unknown:
             raise TaskError(
                 f"client.generate does not take {', '.join(unknown)}: it takes tools, max_new_tokens, stop, train, "
-                f"{', '.join(known)}"
+                f"agent, {', '.join(known)}"
             )
         other = {key: value for key, value in given.items() if value is not None and value != self.sampling[key]}
         if other and train:

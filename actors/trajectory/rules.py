@@ -41,9 +41,9 @@ class EpisodeRules:
             )
         return prompt_ids
 
-    def room(self, transcript: Transcript, read: Sequence[int]) -> int:
+    def room(self, transcript: Transcript, read: Sequence[int], agent: str = "") -> int:
         """New tokens that a turn may have after this input; 0 or less if the trajectory is full."""
-        return min(self.max_new_tokens, self.max_tokens - transcript.num_tokens_with(read))
+        return min(self.max_new_tokens, self.max_tokens - transcript.num_tokens_with(read, agent))
 
     def request(
         self, read: Sequence[int], room: int, seed: int, turn: int, sampling: Sampling, stop: tuple[str, ...] = (),

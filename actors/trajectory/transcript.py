@@ -3,18 +3,19 @@
 If what the model read in a turn begins with all of a sequence, the longest such sequence goes on. If not, another one
 of the same trajectory begins, whose prompt is what was read. So an agent and its subagent, which speak in turns, have
 one sequence each, and a fork of a conversation reads again what it shares with the other branch: every sampled token is
-an action of one sequence alone.
+an action of one sequence alone. A sequence belongs to the agent that its calls name, and another agent begins its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from actors.engines.base import Generation, VersionSpan
+from streamrl.errors import TaskError
 from streamrl.messages import Member, MemberStatus, SequenceStart, Span, Turn, VersionRef
 from streamrl.messages.codec import pack_ids, pack_logprobs
 from streamrl.messages.sampled_sets import pack_sets
@@ -37,6 +38,7 @@ class RecordedSequence:
     logprobs: list[float] = field(default_factory=list)  # of all that followed, 0.0 for what was only read
     turns: list[RecordedTurn] = field(default_factory=list)
     sets: list[np.ndarray] = field(default_factory=list)  # the ids that each sampled token was drawn from, if recorded
+    agent: str = ""
 
     def goes_on(self, read: Sequence[int]) -> bool:
         """Whether this input begins with all of the sequence."""
@@ -67,20 +69,21 @@ class Transcript:
         """The version that sampled the first token; None before it."""
         return self.turns[0].spans[0].ref if self.turns and self.turns[0].spans else None
 
-    def num_tokens_with(self, read: Sequence[int]) -> int:
-        """Prompts and responses of all sequences, if the model reads these ids next."""
-        present = self.continued(read)
+    def num_tokens_with(self, read: Sequence[int], agent: str = "") -> int:
+        """Prompts and responses of all sequences, if this agent's model reads these ids next."""
+        present = self.continued(read, agent)
         return self.num_tokens + len(read) - (0 if present is None else len(present.ids))
 
-    def continued(self, read: Sequence[int]) -> RecordedSequence | None:
-        """The longest sequence with which this input begins."""
-        return max((one for one in self._sequences if one.goes_on(read)), key=lambda one: len(one.ids), default=None)
+    def continued(self, read: Sequence[int], agent: str = "") -> RecordedSequence | None:
+        """The longest sequence of this agent with which this input begins."""
+        known = (one for one in self._sequences if one.agent == agent and one.goes_on(read))
+        return max(known, key=lambda one: len(one.ids), default=None)
 
-    def add_turn(self, read: Sequence[int], generation: Generation) -> RecordedSequence | None:
+    def add_turn(self, read: Sequence[int], generation: Generation, agent: str = "") -> RecordedSequence | None:
         """Add a turn of the model after these ids; returns its sequence. A turn without tokens leaves no trace."""
         if not generation.token_ids:
             return None
-        present = self._with_input(read)
+        present = self._with_input(read, agent)
         start = len(present.logprobs)
         present.ids += generation.token_ids
         present.logprobs += generation.logprobs
@@ -105,6 +108,17 @@ class Transcript:
             return self.pay(reward)
         self._sequences[-1].turns[-1].reward += reward
 
+    def pay_agents(self, rewards: Mapping[str, float]) -> None:
+        """The reward of each agent, on its own last turn. Raises TaskError for one without a turn."""
+        last = {one.agent: one for one in self._sequences if one.turns}
+        for agent, reward in rewards.items():
+            if agent not in last:
+                raise TaskError(
+                    f"a reward names the agent {agent!r}, and the turns of this episode are of "
+                    f"{', '.join(map(repr, last)) or 'none'}: name an agent by X-Agent-ID in each of its calls"
+                )
+            last[agent].turns[-1].reward += reward
+
     def pay_only(self, reward: float) -> None:
         """The whole reward as the outcome, in place of what the turns earned."""
         for turn in self.turns:
@@ -115,8 +129,8 @@ class Transcript:
         """The sequences as plain values; spans and turns count from the end of their sequence's prompt."""
         return [
             {
-                "prompt_token_ids": one.ids[: one.num_prompt], "token_ids": one.ids[one.num_prompt :],
-                "logprobs": one.logprobs,
+                "agent": one.agent, "prompt_token_ids": one.ids[: one.num_prompt],
+                "token_ids": one.ids[one.num_prompt :], "logprobs": one.logprobs,
                 "turns": [{"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in one.turns],
                 "versions": [
                     {"start": turn.start + span.start, "end": turn.start + span.end, "version": span.ref.version}
@@ -148,15 +162,16 @@ class Transcript:
             versions=tuple(versions), turns=tuple(turns), reward=float(sum(turn.reward for turn in turns)),
             scores=scores, finish=finish, sequences=tuple(starts[1:]),
             sets=pack_sets([ids for one in self._sequences for ids in one.sets]),
+            agents=tuple(one.agent for one in self._sequences) if any(one.agent for one in self._sequences) else (),
         )
 
-    def _with_input(self, read: Sequence[int]) -> RecordedSequence:
+    def _with_input(self, read: Sequence[int], agent: str) -> RecordedSequence:
         """The sequence of a turn that reads these ids, with them at its end."""
-        present = self.continued(read)
+        present = self.continued(read, agent)
         if present is None:
             if not self.turns:  # what was read before any word of the model is no part of a trajectory
                 self._sequences, self.num_tokens = [], 0
-            present = RecordedSequence(list(read), len(read))
+            present = RecordedSequence(list(read), len(read), agent=agent)
             self._sequences.append(present)
             self.num_tokens += len(read)
             return present

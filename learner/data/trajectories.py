@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -53,6 +54,8 @@ class Trajectory:
     judged: bool = False  # the environment was done: nothing follows the last reward, even where an answer was cut
     sets: tuple[np.ndarray, np.ndarray] | None = None
     """int64: how many ids each action token was drawn from, and these ids end to end; None: from all."""
+    agents: tuple[str, ...] = ()
+    """The agent of each turn; empty where none has a name."""
 
     @property
     def bootstraps(self) -> bool:
@@ -178,9 +181,17 @@ def _trajectories(sources: Sequence[_Source], columns: _Columns, vocab_size: int
             reward=member.reward, num_turns=len(member.turns), scores=member.scores,
             temperature=group.sampling.temperature, truncated=member.cut,
             judged=member.status == MemberStatus.FINISHED, actor_id=origin.actor_id, prompt_index=origin.prompt_index,
-            later=later, sets=sets_of(group, member, vocab_size),
+            later=later, sets=sets_of(group, member, vocab_size), agents=_agents(member),
         ))
     return rows
+
+
+def _agents(member: Member) -> tuple[str, ...]:
+    """The agent of each turn: that of its sequence."""
+    if not member.agents:
+        return ()
+    starts = [one.start for one in member.sequences]
+    return tuple(member.agents[bisect_right(starts, turn.start)] for turn in member.turns)
 
 
 def _columns(

@@ -30,18 +30,27 @@ from streamrl.config.schema import AdvantageConfig, Discount, Segment
 class RowAdvantages:
     """Advantages of whole trajectories, `(score - baseline) / scale`, and the baseline; [R] or [S].
 
-    `moments` are those of the advantages over all action tokens of the batch.
+    `moments` are those of the advantages over all action tokens of the batch. `turns` [R, U] or [S, U] are those of
+    single turns, where agents of a trajectory have advantages of their own.
     """
 
     advantages: Tensor
     baseline: Tensor
     moments: Moments
+    turns: Tensor | None = None
 
     def of(self, micro: MicroBatch) -> RowAdvantages:
         """The advantages of a micro-batch's trajectories, float32 and on its device."""
         places, device = torch.tensor(micro.trajectory_ids), micro.mask.device
         advantages, baseline = (x[places].float().to(device) for x in (self.advantages, self.baseline))
-        return RowAdvantages(advantages, baseline, self.moments)
+        turns = None if self.turns is None else self.turns[places].float().to(device)
+        return RowAdvantages(advantages, baseline, self.moments, turns)
+
+    def of_tokens(self, micro: MicroBatch) -> Tensor:
+        """Of every action token of the same micro-batch, [S, A]."""
+        if self.turns is None:
+            return broadcast_rows(self.advantages, micro.mask)
+        return self.turns.gather(1, micro.turns) * micro.mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +78,7 @@ def token_advantages(
     """
     micro, mask, outputs = tokens.micro, tokens.mask, tokens.outputs
     if estimator.of_rows:  # computed for the whole batch already, since siblings may be on other ranks
-        return Advantages(broadcast_rows(rows.advantages, mask))
+        return Advantages(rows.of_tokens(micro))
     if estimator.whitens and settings.baseline != "none":
         return Advantages(whiten(broadcast_rows(rows.advantages, mask), mask, moments=rows.moments))
     # Every input that an estimator may name; it picks those that are parameters of its function.

@@ -18,12 +18,19 @@ from dataclasses import replace
 from typing import Any
 
 from learner.data.selection import LeaveOut
-from learner.objective.options import WEIGHTED_BASELINES, anchor_of, check_settings, surrogate_options, vanishes_at_zero
+from learner.objective.options import (
+    WEIGHTED_BASELINES,
+    anchor_of,
+    check_settings,
+    need,
+    surrogate_options,
+    vanishes_at_zero,
+)
 from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
 from learner.objective.token_batch import EWMA, FROZEN, POLICY, PROXIMAL, SQUARE_NORMS, VALUES
 from streamrl.algorithms import find_correction, find_estimator, find_surrogate
-from streamrl.config.schema import AdvantageConfig, LossConfig
+from streamrl.config.schema import AdvantageBy, AdvantageConfig, LossConfig
 
 
 class Objective:
@@ -54,6 +61,12 @@ class Objective:
         self.max_new_tokens, self.steps_per_batch = max_new_tokens, steps_per_batch
         self.regularizers = regularizers or Regularizers.of_loss(loss)
         self.reward_rules, self.filter_truncated = reward_rules, filter_truncated
+        need(
+            advantage.by is AdvantageBy.trajectory
+            or not (self.regularizers.shapes_rewards or (reward_rules is not None and reward_rules.changes)),
+            "advantage.by=agent reads each agent's own rewards: leave a KL in the reward, objectives.combine and the "
+            "overlong penalty out, which change that of the whole trajectory.",
+        )
         self.leave_out = leave_out if self._may_leave_out else LeaveOut.NOTHING
 
     @property
@@ -92,6 +105,7 @@ class Objective:
         # A normalized correction divides by the mean weight of a micro-batch, and a user's may read all of it.
         whole = self.correction.normalize or self.correction.function is not None
         reads = bool(self.needs) or whole or self.regularizers.reads_every_token
+        reads |= self.advantage.by is AdvantageBy.agent  # known of whole trajectories is a mean, 0 for a game of two
         return not reads and vanishes_at_zero(self.surrogate, surrogate_options(self.loss))
 
     def to_plain(self) -> dict[str, Any]:

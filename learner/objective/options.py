@@ -14,12 +14,14 @@ import torch
 from streamrl.algorithms import Estimator, Surrogate, check_pairing, find_correction, find_estimator, find_surrogate
 from streamrl.algorithms.surrogates.aggregation import MODES as AVG_LEVELS
 from streamrl.config.ranges import out_of_range
-from streamrl.config.schema import AdvantageConfig, LossConfig, Segment, VetoStat
+from streamrl.config.schema import AdvantageBy, AdvantageConfig, LossConfig, Segment, VetoStat
 from streamrl.errors import ConfigError
 
 WEIGHTED_BASELINES = ("weighted_leave_one_out", "opob")
 """Baselines that need the current policy's ratios, hence a scoring pass."""
 BASELINES = ("leave_one_out", "group_mean", "batch", "none", *WEIGHTED_BASELINES)
+AGENT_BASELINES = ("leave_one_out", "group_mean", "none")
+"""Those that compare an agent with itself in other trajectories of the group."""
 WHITENS = ("none", "batch")
 SCALES = ("none", "std", "batch_std")
 _SAFE_ETA = 4
@@ -146,6 +148,11 @@ def _check_estimator(advantage: AdvantageConfig, estimator: Estimator) -> None:
 
 def _check_baseline(advantage: AdvantageConfig, estimator: Estimator) -> None:
     name, baseline, scale = advantage.estimator, advantage.baseline, advantage.scale
+    need(
+        advantage.by is AdvantageBy.trajectory or (estimator.of_rows and baseline in AGENT_BASELINES),
+        f"advantage.by=agent compares each agent with the same agent in its group, and advantage.estimator={name!r} "
+        f"with advantage.baseline={baseline!r} does not: use group with leave_one_out, group_mean or none.",
+    )
     weighted = baseline in WEIGHTED_BASELINES
     if estimator.of_rows:
         others = {"baseline", "scale"} - estimator.knobs

@@ -16,12 +16,14 @@ from learner.data.trajectories import Trajectory
 from learner.model.critic import Targets
 from learner.objective import plan_tensors
 from learner.objective.advantages import Advantages, RowAdvantages
+from learner.objective.agents import agent_advantages
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.objective import Objective
 from learner.objective.plan_tensors import MicroBatchKey, PlanTensors
 from learner.objective.token_batch import PassOutputs, TokenBatch
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms.types import ClipBounds
+from streamrl.config.schema import AdvantageBy
 from streamrl.messages import PlanRow
 
 
@@ -88,9 +90,12 @@ class BatchPlan:
             rows, planned, ranks, avg_level=objective.loss.avg_level, max_new_tokens=objective.max_new_tokens,
             spread_budget=lag_policy.spread_budget, filter_truncated=objective.filter_truncated,
         )
-        row_advantages = plan_tensors.row_advantages(
-            tensors, advantage, estimator, lambda: plan_tensors.return_moments(rows, advantage, ranks)
-        )
+        if advantage.by is AdvantageBy.agent:
+            row_advantages = agent_advantages(rows, tensors, advantage, estimator, ranks)
+        else:
+            row_advantages = plan_tensors.row_advantages(
+                tensors, advantage, estimator, lambda: plan_tensors.return_moments(rows, advantage, ranks)
+            )
         places, measured = _places(objective, rows, tensors, row_advantages, lag_policy, version)
         return cls(
             objective, version, trajectories, batch, rows, lag_policy, objective.surrogate_options, tensors,

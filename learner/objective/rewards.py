@@ -49,6 +49,11 @@ class RewardRules:
         self._cache_tokens = math.ceil(overlong.cache_ratio * max_tokens)
         self._ideal: dict[str, float] = {}
 
+    @property
+    def changes(self) -> bool:
+        """Whether any reward is another than the task's."""
+        return self._objectives.combine != "reward" or self._cache_tokens > 0
+
     def apply(
         self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], ranks: Ranks
     ) -> tuple[list[Trajectory], list[PlanRow]]:
@@ -56,7 +61,7 @@ class RewardRules:
 
         Raises ContentError: a trajectory lacks a component.
         """
-        if self._objectives.combine == "reward" and not self._cache_tokens:
+        if not self.changes:
             return list(trajectories), list(plan)
         place_of = {(row.group_id, row.index): i for i, row in enumerate(plan)}
         places = torch.tensor([place_of[row.group_id, row.index] for row in trajectories], dtype=torch.int64)

@@ -10,6 +10,7 @@ from streamrl.config.devices import check_devices, check_engine
 from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import (
     AdaptiveRule,
+    AdvantageBy,
     Config,
     EvalConfig,
     EvalSamplingConfig,
@@ -312,6 +313,11 @@ def _check_sizes(config: Config) -> None:
         f"rollout.num_responses_per_prompt={group} leaves advantage.baseline={config.advantage.baseline} and "
         f"filter.zero_std={str(config.filter.zero_std).lower()} nothing to compare with: use at least 2, or "
         "algorithm=sao (a critic) or algorithm=single_rollout (the batch's other answers), whose filter is off",
+    )
+    _need(
+        config.advantage.by is AdvantageBy.trajectory or not config.filter.zero_std,
+        "filter.zero_std=true drops groups by the rewards of whole trajectories, which may be equal where those of "
+        "agents are not, as in a game of two: with advantage.by=agent set filter.zero_std=false",
     )
     _need(
         rollout.num_min_members <= group or rollout.group_policy != "accept_partial",

@@ -11,6 +11,7 @@ from streamrl.config.ranges import ranged
 AdaptiveRule = StrEnum("AdaptiveRule", ["ess", "goodput", "fixed"])
 ConstraintMethod = StrEnum("ConstraintMethod", ["lagrangian", "pid", "penalty"])
 Discount = StrEnum("Discount", ["token", "turn"])
+AdvantageBy = StrEnum("AdvantageBy", ["trajectory", "agent"])
 EntropyAdapt = StrEnum("EntropyAdapt", ["none", "coef", "clip_high"])
 OnStale = StrEnum("OnStale", ["reissue", "drop"])
 OpsmWhen = StrEnum("OpsmWhen", ["always", "over_budget"])
@@ -115,6 +116,8 @@ class AdvantageConfig:
     baseline: str = "leave_one_out"
     """Baseline of a group: leave_one_out, group_mean, none, weighted_leave_one_out, opob; or `batch`, all other answers
     of the batch, for one answer a prompt. With a critic it centers the rewards."""
+    by: AdvantageBy = AdvantageBy.trajectory
+    """Compare the rewards of whole trajectories, or of each `agent` with those of the same agent in its group."""
     scale: str = "none"
     """Divide centered scores by: none, std (of the group) or batch_std."""
     whiten: str = "none"

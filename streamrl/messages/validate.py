@@ -26,6 +26,7 @@ its own (`ContentError.check`):
     reward_finite       a NaN or an infinity                            (`turn_reward_finite`, `score_finite` likewise)
     reward_size         beyond MAX_MAGNITUDE                            (`turn_reward_size`, `score_size` likewise)
     score_name          a score's name is empty or not printable
+    agents              not one name for each sequence, or one that is not printable
 """
 
 from __future__ import annotations
@@ -344,7 +345,12 @@ def _num_inside(mask: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int
 
 
 def _check_sequences(group: Group, member: Member, limits: Limits) -> int:
-    """Check number and prompts of the sequences after the first; returns the tokens of these prompts."""
+    """Check number, agents and prompts of the sequences; returns the tokens of the prompts after the first."""
+    if member.agents and not (len(member.agents) == 1 + len(member.sequences) and "".join(member.agents).isprintable()):
+        raise ContentError(
+            "agents", f"{_where(group, member)} names {len(member.agents)} agents {member.agents!r:.100}, not one "
+            f"printable name for each of {1 + len(member.sequences)} sequences",
+        )
     if not member.sequences:
         return 0
     num_sequences = 1 + len(member.sequences)

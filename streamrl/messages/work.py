@@ -150,6 +150,8 @@ class Member(Message):
     sequences: Annotated[tuple[SequenceStart, ...], Meta(max_length=MAX_SEQUENCES - 1)] = ()
     sets: bytes = b""
     """The ids that each action token was drawn from (`sampled_sets`); empty of the whole distribution."""
+    agents: Annotated[tuple[Word, ...], Meta(max_length=MAX_SEQUENCES)] = ()
+    """The agent that read each sequence, the first one's too; empty where none has a name."""
 
     @property
     def cut(self) -> bool:

@@ -71,6 +71,39 @@ def test_a_parent_and_its_subagent_train_exactly_once_and_token_by_token(harness
     assert not harness.leftovers()
 
 
+TWO = """
+import httpx
+
+async def run(record, base_url, api_key):
+    async with httpx.AsyncClient(base_url=base_url, headers={"x-api-key": api_key}) as http:
+        async def share(letter):
+            asked = {"messages": [{"role": "user", "content": letter + record["prompt"]}]}
+            response = await http.post("/chat/completions", json=asked, headers={"X-Agent-ID": letter})
+            response.raise_for_status()
+            said = response.json()["choices"][0]["message"]["content"]
+            return said.count(letter) / max(1, len(said))
+
+        a, b = await share("a"), await share("b")
+        return {"agents": {"a": a - b, "b": b - a}, "good": (a + b) / 2}
+"""
+
+
+def test_two_agents_whose_rewards_cancel_learn_what_each_is_paid_for(harness: RunHarness):
+    (harness.path / "two.py").write_text(TWO)
+    launched = harness.launch(
+        f"env.agent={harness.path}/two.py:run", "env.max_turns=2", "advantage.by=agent", "trainer.num_steps=50",
+        "policy.tiny.num_warm_start_steps=0", "policy.optimizer.lr=3e-3", "rollout.train.sampling.max_new_tokens=4",
+        "launch.num_actors=1", "eval.num_samples=0",
+    )
+    assert harness.finish(launched, 240) == 0, harness.logs()
+    rows = [row for row in harness.metrics() if "reward/good" in row]
+    assert rows[0]["reward/good"] < 0.3 and rows[-1]["reward/good"] > 0.9, rows[-1]
+    assert {abs(row["reward/trained"]) < 1e-6 for row in rows} == {True}
+    run = str(harness.run_dir)
+    assert "4 of 4 versions equal" in command(harness, "replay", run, "--from", "0", "--to", "4")
+    assert not harness.leftovers()
+
+
 def test_programs_outside_play_every_episode_and_are_paid_exactly_once(harness: RunHarness, monkeypatch):
     address = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("ADMIN", "sk-admin")

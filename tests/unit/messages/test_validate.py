@@ -102,6 +102,7 @@ BROKEN = {
     "sequence_prompt_missing": group(changed(sequences=(sequence(4, ()),))),
     "sequence_prompt_length": group(changed(sequences=(SequenceStart(4, b"\0" * 5),))),
     "sequence_prompt_vocabulary": group(changed(sequences=(sequence(4, (1, 50)),))),
+    "agents": group(changed(agents=("one", "two"))),
     "set_missing": group(HONEST, sampling=TOP),
     "set_length": group(changed(sets=SETS[:-1]), sampling=TOP),
     "set_ids": group(changed(sets=pack_sets([np.array([10, 10, 11]), *THE_REST])), sampling=TOP),
