@@ -66,7 +66,7 @@ def _step_of_parts(parts: Mapping[Any, Any], source: str) -> Step:
 
 
 def _step_of_agents(agents: Mapping[Any, Any], parts: Mapping[Any, Any], source: str) -> Step:
-    """Rewards of agents, which are parts too; "reward" beside them counts on the last turn, whoever's it is."""
+    """Rewards of agents, which are parts too; "reward" beside them counts on the last turn of all."""
     rewards = {_name(name, source): number(one, f"{source}, agent {name!r},") for name, one in agents.items()}
     step = _step_of_parts({"reward": 0.0, **parts}, source)
     shown = {f"agent_{name}"[:MAX_NAME_CHARS]: one for name, one in rewards.items()}

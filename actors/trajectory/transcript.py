@@ -115,7 +115,7 @@ class Transcript:
             if agent not in last:
                 raise TaskError(
                     f"a reward names the agent {agent!r}, and the turns of this episode are of "
-                    f"{', '.join(map(repr, last)) or 'none'}: name an agent by X-Agent-ID in each of its calls"
+                    f"{', '.join(map(repr, last)) or 'none'}: give the header X-Agent-ID in each call of an agent"
                 )
             last[agent].turns[-1].reward += reward
 

@@ -16,7 +16,6 @@ from learner.data.trajectories import Trajectory
 from learner.model.critic import Targets
 from learner.objective import plan_tensors
 from learner.objective.advantages import Advantages, RowAdvantages
-from learner.objective.agents import agent_advantages
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.objective import Objective
 from learner.objective.plan_tensors import MicroBatchKey, PlanTensors
@@ -91,7 +90,7 @@ class BatchPlan:
             spread_budget=lag_policy.spread_budget, filter_truncated=objective.filter_truncated,
         )
         if advantage.by is AdvantageBy.agent:
-            row_advantages = agent_advantages(rows, tensors, advantage, estimator, ranks)
+            row_advantages = plan_tensors.agent_advantages(rows, tensors, advantage, estimator, ranks)
         else:
             row_advantages = plan_tensors.row_advantages(
                 tensors, advantage, estimator, lambda: plan_tensors.return_moments(rows, advantage, ranks)

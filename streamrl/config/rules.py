@@ -10,7 +10,6 @@ from streamrl.config.devices import check_devices, check_engine
 from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import (
     AdaptiveRule,
-    AdvantageBy,
     Config,
     EvalConfig,
     EvalSamplingConfig,
@@ -315,9 +314,8 @@ def _check_sizes(config: Config) -> None:
         "algorithm=sao (a critic) or algorithm=single_rollout (the batch's other answers), whose filter is off",
     )
     _need(
-        config.advantage.by is AdvantageBy.trajectory or not config.filter.zero_std,
-        "filter.zero_std=true drops groups by the rewards of whole trajectories, which may be equal where those of "
-        "agents are not, as in a game of two: with advantage.by=agent set filter.zero_std=false",
+        config.advantage.by != "agent" or not config.filter.zero_std,
+        "filter.zero_std=true drops groups whose sums of rewards are equal: with advantage.by=agent set it to false",
     )
     _need(
         rollout.num_min_members <= group or rollout.group_policy != "accept_partial",

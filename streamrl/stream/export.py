@@ -59,8 +59,9 @@ def row(group: LoggedGroup, member: Member, text: Text | None) -> dict[str, Any]
         "trained_at": group.trained_at, "reward": member.reward, "scores": json.dumps(member.scores),
         "finish": member.finish, "truncated": member.status == MemberStatus.TRUNCATED,
         "temperature": group.group.sampling.temperature if group.group else 0.0, "num_turns": len(member.turns),
-        "num_sequences": 1 + len(member.sequences), "agents": list(member.agents), "prompt": text(prompt) if text else None,
-        "answer": text(tokens) if text else None, "prompt_ids": prompt, "token_ids": tokens,
+        "num_sequences": 1 + len(member.sequences), "agents": list(member.agents),
+        "prompt": text(prompt) if text else None, "answer": text(tokens) if text else None,
+        "prompt_ids": prompt, "token_ids": tokens,
         "logprobs": unpack_logprobs(member.logprobs).tolist(), "versions": versions,
     }
 
@@ -148,7 +149,8 @@ def _parquet(answers: Iterable[dict[str, Any]], out: Path) -> int:
         "sequence": pa.int64(), "group_id": pa.int64(), "member": pa.int32(), "actor": words,
         "prompt_index": pa.int64(), "outcome": words, "reason": words, "trained_at": pa.int64(),
         "reward": pa.float64(), "scores": words, "finish": words, "truncated": pa.bool_(), "temperature": pa.float64(),
-        "num_turns": pa.int32(), "num_sequences": pa.int32(), "agents": pa.list_(words), "prompt": words, "answer": words, "prompt_ids": integers,
+        "num_turns": pa.int32(), "num_sequences": pa.int32(), "agents": pa.list_(words),
+        "prompt": words, "answer": words, "prompt_ids": integers,
         "token_ids": integers, "logprobs": numbers, "versions": pa.list_(pa.int64()),
     }
     schema, num = pa.schema(list(kinds.items())), 0
