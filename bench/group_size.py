@@ -1,0 +1,68 @@
+"""Is a run with one answer a prompt as fast as one with groups of eight, for the same number of answers?
+
+The quickstart with 128 answers a step and the same loss: 16 prompts x 8 answers, and 128 prompts x 1 answer, in turns.
+The value is the ratio of answers trained per second, from the first step after a fifth of the run to the last.
+
+Run: python -m bench.group_size [--steps 60] [--repeats 5] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.record import exit_status, record, shared_arguments
+from streamrl.config.load import load_config
+from streamrl.launch import Launcher
+from streamrl.metrics.run_record import read_run
+
+ANSWERS = 128
+SIZES = (8, 1)
+GOAL = 0.9
+WORDS = (
+    "experiment=quickstart", "algorithm=single_rollout", "eval.num_samples=0", "checkpoint.every_steps=0",
+    "checkpoint.export_hf=false", "run.num_threads=1", "launch.num_actors=1", "filter.zero_std=false",
+)
+
+
+def main() -> int:
+    parser = shared_arguments(__doc__ or "")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--steps", type=int, default=60)
+    arguments = parser.parse_args()
+    repeats, steps = (1, 10) if arguments.quick else (arguments.repeats, arguments.steps)
+    found: dict[int, list[float]] = {size: [] for size in SIZES}
+    with tempfile.TemporaryDirectory() as folder:
+        measured(SIZES[0], 5, arguments.seed, Path(folder))  # makes the start model
+        for _ in range(repeats):
+            for size in SIZES:
+                found[size].append(measured(size, steps, arguments.seed, Path(folder)))
+                print(f"{size} answers a prompt: {found[size][-1]:.1f} answers/s", file=sys.stderr, flush=True)
+    ratios = [one / eight for one, eight in zip(found[1], found[8], strict=True)]
+    params = {"steps": steps, "answers": ANSWERS, "words": list(WORDS),
+              **{f"answers_per_s_{size}": values for size, values in found.items()}}
+    line = record("group_size.one_to_eight", statistics.median(ratios), "ratio", "higher", ratios, params,
+                  seed=arguments.seed, goal={"id": "G1", "op": ">=", "value": GOAL})
+    return exit_status([line], arguments.check)
+
+
+def measured(size: int, steps: int, seed: int, folder: Path) -> float:
+    """Answers trained per second."""
+    run_dir = Path(tempfile.mkdtemp(dir=folder))
+    words = [*WORDS, f"run.dir={run_dir / 'run'}", f"run.seed={seed}", f"trainer.num_steps={steps}",
+             f"policy.tiny.cache_dir={folder / 'models'}", f"rollout.num_responses_per_prompt={size}",
+             f"rollout.num_prompts_per_step={ANSWERS // size}"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        if code := Launcher(load_config(words), words, run_dir / "run").run():
+            raise RuntimeError(f"the run ended with status {code}: {' '.join(words)}")
+    rows = [row for row in read_run(run_dir / "run").rows if "policy/loss" in row][steps // 5 :]
+    return statistics.harmonic_mean(row["throughput/trajectories_per_s"] for row in rows)  # of equal numbers of answers
+
+
+if __name__ == "__main__":
+    sys.exit(main())
