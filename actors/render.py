@@ -46,7 +46,7 @@ class Renderer:
             tokenizer.chat_template = chat_template
         template = getattr(tokenizer, "chat_template", None)
         self.chat = apply_chat_template and bool(template)
-        self._decode = _decoder(tokenizer)
+        self._decode, self._encode = _decoder(tokenizer), _encoder(tokenizer)
         self._system_prompt = system_prompt
         # Some tokenizers hold several templates by name, among them one for tools.
         shows_tools = self.chat and ("tool_use" in template if isinstance(template, dict) else "tools" in template)
@@ -63,7 +63,7 @@ class Renderer:
         """The ids of an `input_text`; `whole`: it was given as an `InputText`."""
         if self.chat or whole:
             return self.encode(text)
-        ids = list(self.tokenizer(text, add_special_tokens=True)["input_ids"])
+        ids = self._encode(text, True)
         eos = self.tokenizer.eos_token_id
         # Some tokenizers also append an end of sequence, after which the model would not continue.
         return ids[:-1] if eos is not None and len(ids) > 1 and ids[-1] == eos else ids
@@ -123,7 +123,7 @@ class Renderer:
 
     def encode(self, text: str) -> list[int]:
         """Text as ids, without special tokens around it."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._encode(text, False)
 
 
 class SharedPrompts:
@@ -150,12 +150,25 @@ class SharedPrompts:
         return tuple(self._renderer.encode_input(text, whole=isinstance(messages, InputText))), text
 
 
+def _encoder(tokenizer: Any) -> Callable[[str, bool], list[int]]:
+    """The tokenizer's `input_ids` of a text, with or without special tokens around it."""
+    if not _is_plain(tokenizer, "__call__", "_encode_plus"):
+        return lambda text, special: list(tokenizer(text, add_special_tokens=special)["input_ids"])
+    tokenizer("a", add_special_tokens=False)  # switches off what the file may say of truncation and padding
+    encode = tokenizer.backend_tokenizer.encode
+    # The usual way gives the interpreter's lock away for a batch of one, and waits 5 ms where another thread is busy.
+    return lambda text, special: encode(text, add_special_tokens=special).ids
+
+
+def _is_plain(tokenizer: Any, *methods: str) -> bool:
+    """Whether these methods are those of the library's own class, and end in its backend."""
+    kind, plain = type(tokenizer), PreTrainedTokenizerFast
+    return isinstance(tokenizer, plain) and all(getattr(kind, name) is getattr(plain, name) for name in methods)
+
+
 def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     """The tokenizer's `decode` without special tokens, spaces as they are."""
-    kind = type(tokenizer)
-    if isinstance(tokenizer, PreTrainedTokenizerFast) and not any(
-        getattr(kind, name) is not getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
-    ):
+    if _is_plain(tokenizer, "decode", "_decode"):
         # What it ends in; the way there takes several times as long.
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
     return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)

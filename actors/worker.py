@@ -31,6 +31,7 @@ from streamrl.messages import (
     HubHeartbeat,
     Installed,
     Lease,
+    LeaseRef,
     Leases,
     Limits,
     Manifest,
@@ -61,6 +62,7 @@ class Worker:
         self._handle = RuntimeHandle(build, has_processes)
         self._leases = RunningLeases(client.send_group, clock)
         self._clock, self._activity = clock, Activity(clock())
+        self._stuck: tuple[LeaseRef, ...] = ()  # as of the last look at all, which is too slow for each lease
         self._updater: WeightUpdater | None = None
         self._welcome: Welcome | None = None
         self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
@@ -265,6 +267,7 @@ class Worker:
     async def _report_progress(self) -> None:
         while True:
             self._leases.drop_stuck(self._limits)
+            self._stuck = self._leases.stuck(self._limits)
             self._update_progress()
             self._say_what_was_done()
             await asyncio.sleep(PROGRESS_S)
@@ -280,7 +283,7 @@ class Worker:
     def _update_progress(self) -> None:
         """Update the numbers of the next heartbeat."""
         held, num_train = self._leases.held, self._leases.num_train
-        stuck = self._leases.stuck(self._limits)
+        stuck = tuple(ref for ref in self._stuck if ref in held)
         runtime = self._runtime
         if runtime is None:
             self.client.update(Progress(running=len(held), held=held, stuck=stuck))

@@ -1,6 +1,6 @@
 """Is a run with one answer a prompt as fast as one with groups of eight, for the same number of answers?
 
-The quickstart with 128 answers a step and the same loss: 16 prompts x 8 answers, and 128 prompts x 1 answer, in turns.
+The quickstart with 128 answers per step and the same loss, in turns: 16 prompts x 8 answers, and 128 prompts x 1.
 The value is the ratio of answers trained per second, from the first step after a fifth of the run to the last.
 
 Run: python -m bench.group_size [--steps 60] [--repeats 5] [--quick]

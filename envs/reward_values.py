@@ -67,9 +67,9 @@ def _step_of_parts(parts: Mapping[Any, Any], source: str) -> Step:
 
 def _step_of_agents(agents: Mapping[Any, Any], parts: Mapping[Any, Any], source: str) -> Step:
     """Rewards of agents, which are parts too; "reward" beside them counts on the last turn of all."""
-    rewards = {_name(name, source): number(one, f"{source}, agent {name!r},") for name, one in agents.items()}
+    rewards = {str(name): number(one, f"{source}, agent {name!r},") for name, one in agents.items()}
     step = _step_of_parts({"reward": 0.0, **parts}, source)
-    shown = {f"agent_{name}"[:MAX_NAME_CHARS]: one for name, one in rewards.items()}
+    shown = {_name(f"agent_{name}", source): one for name, one in rewards.items()}
     return replace(step, parts={**step.parts, **shown}, agents=rewards)
 
 

@@ -58,9 +58,10 @@ class OpenEnvTask(SeededTask):
     async def schemas(self, http: aiohttp.ClientSession) -> dict[str, Any]:
         """Properties of the schemas of action and observation, by field."""
         if self._schemas is None:
-            async with http.get(f"{self.url}/schema") as response:
-                found = await response.json() if response.ok else {}
-            if not {"action", "observation"} <= set(found):
+            # The actor allowed this server and no other: a redirection is not followed.
+            async with http.get(f"{self.url}/schema", allow_redirects=False) as response:
+                found = await response.json() if response.status == 200 else {}
+            if not isinstance(found, dict) or not {"action", "observation"} <= set(found):
                 raise TaskError(f"{self.url}/schema has status {response.status}, see that it is a server of OpenEnv")
             self._schemas = {
                 kind: {name: one for name, one in found[kind].get("properties", {}).items()
@@ -81,7 +82,8 @@ class OpenEnvTask(SeededTask):
                 f"env.options.action={self._action} must name the field that the model's answer is, one of "
                 f"{', '.join(fields) or 'none'}, or be json, where the model writes the whole action"
             )
-        return {name: answer if fields[name].get("type") == "string" else _parsed(answer)}
+        kinds = {one.get("type") for one in (fields[name], *fields[name].get("anyOf", ()))}
+        return {name: answer if "string" in kinds else _parsed(answer)}
 
     def message_of(self, observation: Mapping[str, Any]) -> ChatMessage:
         """The user's message that shows an observation."""
@@ -131,20 +133,21 @@ class OpenEnv:
     ) -> AsyncIterator[tuple[aiohttp.ClientWebSocketResponse, dict[str, Any]]]:
         """A session of the server and its first observation; `wait` is called while all sessions are taken."""
         task = self._task
-        try:
-            async with aiohttp.ClientSession() as http:
-                await task.schemas(http)
-                while True:
+        async with aiohttp.ClientSession() as http:
+            while True:
+                try:
+                    await task.schemas(http)
+                    socket = await http.ws_connect(f"{task.url}/ws", max_msg_size=0)
+                except (aiohttp.ClientError, OSError) as error:
+                    raise TaskError(f"no server of OpenEnv answers at {task.url}, start it there: {error}") from error
+                async with socket:
                     found = None
-                    async with http.ws_connect(f"{task.url}/ws", max_msg_size=0) as socket:
-                        with contextlib.suppress(_ServerFullError):
-                            found = await _asked(socket, "reset", {**task.reset, "seed": record["seed"]})
-                        if found is not None:
-                            yield socket, found
-                            return
-                    await wait()
-        except (aiohttp.ClientError, OSError) as error:
-            raise TaskError(f"no server of OpenEnv answers at {task.url}, start it there: {error}") from error
+                    with contextlib.suppress(_ServerFullError):
+                        found = await _asked(socket, "reset", {**task.reset, "seed": record["seed"]})
+                    if found is not None:
+                        yield socket, found
+                        return
+                await wait()
 
 
 class _InvalidActionError(Exception):
@@ -157,14 +160,19 @@ class _ServerFullError(Exception):
 
 async def _asked(socket: aiohttp.ClientWebSocketResponse, kind: str, data: Any) -> dict[str, Any]:
     """The observation that follows a reset or a step. Raises TaskError if the server failed."""
-    await socket.send_json({"type": kind, "data": data})
-    message = await socket.receive()
+    ended = f"the server of OpenEnv ended the episode at {kind}, see its own log"
+    try:
+        await socket.send_json({"type": kind, "data": data})
+        message = await socket.receive()
+    except (aiohttp.ClientError, OSError) as error:
+        raise TaskError(f"{ended}: {error}") from error
     if message.type != aiohttp.WSMsgType.TEXT:
-        raise TaskError(f"the server of OpenEnv ended the episode at {kind} ({message.type.name}), see its own log")
+        raise TaskError(ended)
     answer = message.json()
-    if answer["type"] != "error":
+    if answer.get("type") == "observation" and {"observation", "reward", "done"} <= set(answer.get("data", ())):
         return answer["data"]
-    code, why = answer["data"].get("code"), str(answer["data"].get("errors") or answer["data"].get("message"))[:300]
+    told = answer.get("data") if answer.get("type") == "error" else {"message": f"an answer {message.data[:200]}"}
+    code, why = told.get("code"), str(told.get("errors") or told.get("message"))[:300]
     if code == "CAPACITY_REACHED":
         raise _ServerFullError(why)
     if kind == "step" and code == "VALIDATION_ERROR":

@@ -87,7 +87,8 @@ class HubClient:
 
     def _command(self, command: Callable[[float], list[Effect]]) -> None:
         self._commands.append(command)
-        self._wake()
+        if len(self._commands) <= 1:  # with more the thread is awake, and takes all before it sleeps
+            self._wake()
 
     def _wake(self) -> None:
         try:

@@ -64,13 +64,13 @@ def test_a_reward_of_an_agent_that_had_no_turn_loses_the_trajectory_with_those_t
 
 def test_a_name_that_cannot_be_sent_is_refused_and_the_agent_goes_on():
     async def agent(session, asks):
-        told.append(await ask(asks, Q, headers=named("x" * 33)))
+        told.append(await ask(asks, Q, headers=named("x" * 27)))
         await ask(asks, Q, headers=named("one"))
         return 1.0
 
     told = []
     member = member_of(play(AgentLoop(agent), "7<end>")[0])
-    assert told[0].status_code == 400 and "32" in told[0].json()["error"]["message"]
+    assert told[0].status_code == 400 and "26" in told[0].json()["error"]["message"]
     assert member.agents == ("one",) and member.reward == 1.0
 
 
@@ -90,3 +90,5 @@ def test_rewards_of_agents_stand_beside_one_of_the_last_turn():
     assert step.reward == 0.25 and step.agents == {"one": 1.0} and step.parts == {"agent_one": 1.0, "calls": 3.0}
     with pytest.raises(TaskError, match="agent 'one'"):
         as_step({"agents": {"one": None}}, "agent")
+    with pytest.raises(TaskError, match="1 to 32"):
+        as_step({"agents": {"x" * 27: 1.0}}, "agent")

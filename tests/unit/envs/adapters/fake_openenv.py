@@ -17,7 +17,7 @@ class FakeOpenEnvServer:
     Args:
         max_sessions: more connections are refused.
         action, observation: schemas of the fields.
-        fails: what a step does in place of an answer: "close" or "error".
+        fails: what a step does in place of an answer: "close", "error", "hang" or "other", an answer that is none.
     """
 
     def __init__(self, *, max_sessions: int = 100, action: dict | None = None, observation: dict | None = None,
@@ -82,6 +82,10 @@ class FakeOpenEnvServer:
                     await socket.send_json(self._said("0 to 9?", None))
                 elif self.fails == "close":
                     return socket
+                elif self.fails == "hang":
+                    continue
+                elif self.fails == "other":
+                    await socket.send_json({"type": "observation", "data": {"hint": "?"}})
                 elif self.fails == "error":
                     await socket.send_json(_error("EXECUTION_ERROR", "the game broke"))
                 elif not isinstance(guess := told["data"].get("guess"), int):

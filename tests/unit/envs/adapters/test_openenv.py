@@ -73,6 +73,12 @@ def test_an_episode_that_is_not_over_with_its_last_turn_is_truncated():
     assert member.status == MemberStatus.TRUNCATED and member.reward == pytest.approx(-0.5)
 
 
+def test_a_field_that_may_be_a_text_is_one():
+    with FakeOpenEnvServer(action={"guess": {"anyOf": [{"type": "string"}, {"type": "null"}]}}) as server:
+        played(load_task(f"openenv:{server.url}"), "7")
+        assert server.received[1]["data"] == {"guess": "7"}
+
+
 def test_episodes_wait_for_a_free_session():
     with FakeOpenEnvServer(max_sessions=1) as server:
         group = played(load_task(f"openenv:{server.url}"), "7", members=3)
@@ -100,10 +106,13 @@ def test_a_model_may_write_the_whole_action_and_options_choose_fields():
     assert not seeds[0] & seeds[1]
 
 
-@pytest.mark.parametrize(("fails", "says"), [("close", "ended the episode at step"), ("error", "the game broke")])
+@pytest.mark.parametrize(("fails", "says"), [
+    ("close", "ended the episode at step"), ("error", "the game broke"), ("hang", "env.step_timeout_s=0.5"),
+    ("other", "an answer"),
+])
 def test_a_server_that_fails_inside_an_episode_loses_that_episode(fails, says):
     with FakeOpenEnvServer(fails=fails) as server:
-        group = played(load_task(f"openenv:{server.url}"), "4", "7")
+        group = played(load_task(f"openenv:{server.url}"), "4", "7", step_timeout_s=0.5 if fails == "hang" else 30.0)
         wait_until(lambda: server.num_sessions == 0, 10, "the end of the session")
     assert group.outcome == Outcome.RETURNED and says in group.detail
 
