@@ -14,7 +14,7 @@ from aiohttp import web
 from actors.endpoint.sessions import Keys, Session
 
 MAX_NAME_CHARS = 26
-"""Of an agent's name: `agent_NAME` is the name of its reward among the scores."""
+"""Longest name of an agent: its reward stands among the scores as `agent_NAME`, a word of the messages."""
 BODY_S = 60.0
 """Longest wait for the rest of a request that has begun; a client that hangs is told so and loses its connection."""
 

@@ -26,7 +26,7 @@ from streamrl.errors import TaskError
 
 PREFIX = "openenv:"
 FULL_WAIT_S = 0.2
-"""Between two attempts at a server all of whose sessions are taken."""
+"""Wait between two attempts at a server all of whose sessions are taken."""
 OF_EVERY_MODEL = {"metadata", "done", "reward"}
 """Fields that the schema of every action or observation has."""
 
@@ -97,7 +97,7 @@ class OpenEnvTask(SeededTask):
 
 
 class OpenEnv:
-    """One episode."""
+    """Environment of one episode, which the server plays."""
 
     def __init__(self, task: OpenEnvTask) -> None:
         self._task = task

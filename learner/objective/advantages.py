@@ -47,7 +47,7 @@ class RowAdvantages:
         return RowAdvantages(advantages, baseline, self.moments, turns)
 
     def of_tokens(self, micro: MicroBatch) -> Tensor:
-        """Of every action token of the same micro-batch, [S, A]."""
+        """Advantages of every action token of the same micro-batch, [S, A]."""
         if self.turns is None:
             return broadcast_rows(self.advantages, micro.mask)
         return self.turns.gather(1, micro.turns) * micro.mask

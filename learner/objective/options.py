@@ -21,7 +21,7 @@ WEIGHTED_BASELINES = ("weighted_leave_one_out", "opob")
 """Baselines that need the current policy's ratios, hence a scoring pass."""
 BASELINES = ("leave_one_out", "group_mean", "batch", "none", *WEIGHTED_BASELINES)
 AGENT_BASELINES = ("leave_one_out", "group_mean", "none")
-"""Those that compare an agent with itself in other trajectories of the group."""
+"""Baselines that `advantage.by=agent` takes."""
 WHITENS = ("none", "batch")
 SCALES = ("none", "std", "batch_std")
 _SAFE_ETA = 4

@@ -113,7 +113,7 @@ def test_ranks_that_hold_a_group_each_agree_with_one_rank_that_holds_all():
 
 
 def together(rank: int, exchange):
-    """One of several ranks, whose exchange is a function of what it sends."""
+    """Stand-in for one of several ranks, whose exchange is a function of what it sends."""
     return SimpleNamespace(dp_rank=rank, gather=lambda values: exchange(list(values)))
 
 
