@@ -1,4 +1,4 @@
-"""vLLM actors in real runs: alone under `streamrl launch`, and in a mixed fleet from which one is killed."""
+"""vLLM actors in real runs: alone under `streamrl launch`, played by agents, and in a mixed fleet that loses one."""
 
 from __future__ import annotations
 
@@ -75,6 +75,47 @@ def test_a_mixed_fleet_loses_a_member_gains_one_and_trains_what_it_should(harnes
     assert "published was" not in log and "QUARANTINE" not in log
     assert all(max(versions(harness, name)) >= len(rows) - 3 for name in fleet), harness.logs()
     harness.close()
+    assert harness.leftovers() == [] and orphans() == []
+
+
+AGENT = """
+import httpx
+
+async def run(record, base_url, api_key):
+    async with httpx.AsyncClient(headers={"x-api-key": api_key}, timeout=60) as http:
+        async def post(path, body):
+            response = await http.post(path, json=body)
+            response.raise_for_status()
+            return response
+
+        messages = [{"role": "user", "content": record["prompt"]}]
+        asked = {"messages": messages, "return_token_ids": True, "logprobs": True}
+        chat = (await post(base_url + "/chat/completions", asked)).json()
+        ids = chat["choices"][0]["token_ids"]
+        assert len(chat["choices"][0]["logprobs"]["content"]) == len(ids)
+        messages += [chat["choices"][0]["message"], {"role": "user", "content": "a"}]
+        streamed = (await post(base_url + "/responses", {"input": messages, "stream": True})).text
+        assert "response.completed" in streamed
+        said = (await post(base_url + "/messages", {"messages": messages, "max_tokens": 4})).json()
+        raw = {"token_ids": chat["prompt_token_ids"], "sampling_params": {"max_tokens": 4}}
+        tokens = (await post(base_url.removesuffix("/v1") + "/inference/v1/generate", raw)).json()
+        assert len(tokens["choices"][0]["token_ids"]) <= 4
+        return {"reward": float("a" in said["content"][0]["text"]), "ids": len(ids)}
+"""
+
+
+def test_agents_call_a_vllm_actor_in_every_form_of_its_endpoint(harness: RunHarness):
+    (harness.path / "agent.py").write_text(AGENT)
+    launch = harness.launch(*VLLM, HEADS, f"env.agent={harness.path}/agent.py:run", "env.max_turns=4",
+                            "rollout.max_prompt_tokens=48", "trainer.num_steps=4", "launch.num_actors=1",
+                            "filter.zero_std=false", "actors.on_install=recompute")
+
+    assert harness.finish(launch, START_S + 120) == 0, harness.logs()
+    assert harness.summary()["steps"] == 4 and harness.summary()["num_lag_violations"] == 0
+    rows = [row for row in harness.metrics() if "policy/loss" in row]
+    assert all(row["rollout/num_turns/train"] == 4 and row["reward/ids"] > 0 for row in rows)
+    mismatches = [row["drift/mismatch"] for row in rows if "drift/mismatch" in row]
+    assert mismatches and max(mismatches) < 1e-3**2  # nats squared: every token scored again at its own version
     assert harness.leftovers() == [] and orphans() == []
 
 
