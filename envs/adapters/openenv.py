@@ -58,8 +58,7 @@ class OpenEnvTask(SeededTask):
     async def schemas(self, http: aiohttp.ClientSession) -> dict[str, Any]:
         """Properties of the schemas of action and observation, by field."""
         if self._schemas is None:
-            # The actor allowed this server and no other: a redirection is not followed.
-            async with http.get(f"{self.url}/schema", allow_redirects=False) as response:
+            async with http.get(f"{self.url}/schema") as response:
                 found = await response.json() if response.status == 200 else {}
             if not isinstance(found, dict) or not {"action", "observation"} <= set(found):
                 raise TaskError(f"{self.url}/schema has status {response.status}, see that it is a server of OpenEnv")
@@ -132,8 +131,9 @@ class OpenEnv:
         self, record: Record, wait: Callable[[], Awaitable[None]]
     ) -> AsyncIterator[tuple[aiohttp.ClientWebSocketResponse, dict[str, Any]]]:
         """A session of the server and its first observation; `wait` is called while all sessions are taken."""
-        task = self._task
-        async with aiohttp.ClientSession() as http:
+        task, only_there = self._task, aiohttp.TraceConfig()
+        only_there.on_request_redirect.append(_refuse_redirect)
+        async with aiohttp.ClientSession(trace_configs=[only_there]) as http:
             while True:
                 try:
                     await task.schemas(http)
@@ -148,6 +148,11 @@ class OpenEnv:
                         yield socket, found
                         return
                 await wait()
+
+
+async def _refuse_redirect(_: aiohttp.ClientSession, __: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
+    """The actor allowed one server and no other."""
+    raise TaskError(f"{redirect.url} redirects to another address: name the server that plays in env.name itself")
 
 
 class _InvalidActionError(Exception):

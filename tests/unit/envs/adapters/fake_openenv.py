@@ -9,6 +9,7 @@ import threading
 from types import TracebackType
 
 from aiohttp import WSMsgType, web
+from aiohttp.typedefs import Handler
 
 
 class FakeOpenEnvServer:
@@ -18,11 +19,12 @@ class FakeOpenEnvServer:
         max_sessions: more connections are refused.
         action, observation: schemas of the fields.
         fails: what a step does in place of an answer: "close", "error", "hang" or "other", an answer that is none.
+        redirects: paths that answer with the address of another server in place of themselves.
     """
 
     def __init__(self, *, max_sessions: int = 100, action: dict | None = None, observation: dict | None = None,
-                 fails: str = "") -> None:
-        self.max_sessions, self.fails = max_sessions, fails
+                 fails: str = "", redirects: dict[str, str] | None = None) -> None:
+        self.max_sessions, self.fails, self.redirects = max_sessions, fails, redirects or {}
         self.action = action or {"guess": {"type": "integer"}}
         self.observation = observation or {"hint": {"type": "string"}}
         self.received: list[dict] = []
@@ -32,7 +34,7 @@ class FakeOpenEnvServer:
         self._loop, ready = asyncio.new_event_loop(), threading.Event()
 
         async def begin() -> None:
-            app = web.Application()
+            app = web.Application(middlewares=[self._redirect])
             app.add_routes([web.get("/schema", self._schema), web.get("/ws", self._play)])
             self._runner = web.AppRunner(app, shutdown_timeout=0.1)
             await self._runner.setup()
@@ -54,6 +56,12 @@ class FakeOpenEnvServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
+
+    @web.middleware
+    async def _redirect(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in self.redirects:
+            raise web.HTTPFound(self.redirects[request.path] + request.path)
+        return await handler(request)
 
     async def _schema(self, request: web.Request) -> web.Response:
         common = {"metadata": {"type": "object"}}

@@ -125,6 +125,13 @@ def test_a_server_that_is_not_there_and_one_that_is_another_are_named():
     assert f"no server of OpenEnv answers at {url}" in played(load_task(f"openenv:{url}"), "7").detail
 
 
+@pytest.mark.parametrize("path", ["/schema", "/ws"])
+def test_a_server_that_names_another_one_is_not_followed_there(path):
+    with FakeOpenEnvServer() as elsewhere, FakeOpenEnvServer(redirects={path: elsewhere.url}) as server:
+        group = played(load_task(f"openenv:{server.url}"), "7")
+    assert f"{path} redirects to another address" in group.detail and not elsewhere.received
+
+
 def test_fields_that_are_not_there_are_refused_with_those_that_are():
     with FakeOpenEnvServer(action={"guess": TEXT, "say": TEXT}) as server:
         unclear = played(load_task(f"openenv:{server.url}"), "7")
