@@ -51,6 +51,7 @@ class CriticResult:
     explained_variance: float  # G the targets
     return_explained_variance: float  # G the recorded returns: what V-trace cuts off does not flatter the critic
     grad_norm: float  # of the last step, before clipping
+    lr: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +108,7 @@ class Critic:
         batches = [batch.to(self._ranks.device) for batch in micro_batches]
         count, moments, explained = self._before(batches, targets_of)
         start = self._normalize(moments)
-        first_loss = norm = 0.0
+        first_loss = 0.0
         for turn in range(self._num_steps):
             total = sum(self._backward(batch, targets_of, count, start) for batch in batches)
             if turn == 0:
@@ -116,9 +117,8 @@ class Critic:
                 self.module, self.optimizer, self._schedule, step=step, max_grad_norm=self._max_grad_norm,
                 ranks=self._ranks,
             )
-            norm = result.grad_norm
         self._seen.clear()
-        return CriticResult(first_loss, *explained, norm)
+        return CriticResult(first_loss, *explained, result.grad_norm, result.lr)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(key, sharded tensor) of weights and moments, for a checkpoint."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from learner.data.layout import PackedLayout
 from learner.model.attention.packed import decoder_of, packed_states, registered
 from learner.model.critic import Critic
-from learner.model.optimizer import Schedule, make_optimizer
+from learner.model.optimizer import make_optimizer, make_schedule
 from learner.model.policy import Policy, decoder_layers, load_policy, shard
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import find_estimator
@@ -99,7 +99,7 @@ def build_critic(
         module = shard(network, decoder_layers(start.model), ranks, dtype)
     return Critic(
         module, head.outer, make_optimizer(module, config.optimizer, setting="critic.optimizer"),
-        Schedule("constant", config.optimizer.lr, num_steps),
+        make_schedule(config.optimizer, config.scheduler, num_steps=num_steps, setting="critic.scheduler"),
         ranks=ranks, reads_policy=config.kind is CriticKind.head, of_actions=of_actions, clip=config.clip,
         num_steps=config.num_steps, max_grad_norm=config.optimizer.max_grad_norm,
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,52 +18,89 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from learner.ranks.mesh import local_part
-from streamrl.config.schema import OptimizerConfig, SchedulerConfig
+from streamrl.config.schema import OptimizerConfig, ScheduleConfig
 from streamrl.errors import ConfigError
-from streamrl.extension import resolve
+from streamrl.extension import import_attribute, resolve
 
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "cosine_with_min_lr": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+
+def constant(optimizer: Optimizer) -> LambdaLR:
+    """The rate stays; transformers' own costs every start the import of its trainer."""
+    return LambdaLR(optimizer, lambda step: 1.0)
+
+
+SCHEDULES: dict[str, str | Callable[..., LambdaLR]] = {
+    "constant": constant,
+    "linear": "transformers:get_linear_schedule_with_warmup",
+    "cosine_with_min_lr": "transformers:get_cosine_schedule_with_warmup",
+    "cosine_with_restarts": "transformers:get_cosine_with_hard_restarts_schedule_with_warmup",
+    "polynomial": "transformers:get_polynomial_decay_schedule_with_warmup",
+    "inverse_sqrt": "transformers:get_inverse_sqrt_schedule",
+    "warmup_stable_decay": "transformers:get_wsd_schedule",
 }
-"""Name -> share of the way from the peak down to `min_lr` that is left, at progress 0 .. 1 after the warm-up."""
+"""Name -> a function of transformers that makes a schedule for an optimizer; a user's own is called as these are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Learning rate of every step."""
+    """Learning rate of every step: a linear rise, then what the named schedule leaves of the way to `min_lr`."""
 
     name: str
     lr: float  # peak, reached when the warm-up ends
     num_steps: int  # of the whole run; later steps keep the last rate
     num_warmup_steps: int = 0  # linear rise; step 0 already moves, at lr / (num_warmup_steps + 1)
-    min_lr: float = 0.0  # where linear and cosine end
+    min_lr: float = 0.0  # what the rate falls to
+    num_decay_steps: int = 0  # at the end, of warmup_stable_decay
+    options: Mapping[str, Any] = field(default_factory=dict)  # more of its keywords
+    setting: str = "policy.scheduler"  # the section, for messages
+    _share: Callable[[int], float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.name not in SCHEDULES:
-            raise ConfigError(f"policy.scheduler.name={self.name!r} is unknown: choose one of {', '.join(SCHEDULES)}.")
         if not 0.0 <= self.min_lr <= self.lr:
-            raise ConfigError(f"policy.scheduler.min_lr={self.min_lr} must lie between 0 and the peak {self.lr}.")
+            raise ConfigError(f"{self.setting}.min_lr={self.min_lr} must lie between 0 and the peak {self.lr}.")
+        make, name = resolve(self.name, SCHEDULES, setting=f"{self.setting}.name"), f"{self.setting}.name={self.name}"
+        if isinstance(make, str):
+            make = import_attribute(make, setting=f"{self.setting}.name")
+        sizes = {"num_warmup_steps": self.num_warmup_steps, "num_training_steps": self.num_steps,
+                 "num_decay_steps": self.num_decay_steps}
+        arguments = {key: sizes[key] for key in sizes if key in inspect.signature(make).parameters} | self.options
+        try:
+            share = make(torch.optim.SGD([torch.zeros(1)], lr=1.0), **arguments).lr_lambdas[0]
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{name} cannot take {self.setting}.options={dict(self.options)}: {error}.") from error
+        object.__setattr__(self, "_share", share)
 
     def lr_at(self, step: int) -> float:
         """The rate of the update that turns version `step` into `step + 1`."""
         if step < self.num_warmup_steps:
             return self.lr * (step + 1) / (self.num_warmup_steps + 1)
-        span = max(1, self.num_steps - self.num_warmup_steps)
-        left = SCHEDULES[self.name](min(1.0, (step - self.num_warmup_steps) / span))
-        return self.min_lr + (self.lr - self.min_lr) * left
+        return self.min_lr + (self.lr - self.min_lr) * self._share(min(step, self.num_steps))
 
 
 def make_schedule(
-    optimizer: OptimizerConfig, scheduler: SchedulerConfig, *, num_steps: int, lr_scale: float = 1.0
+    optimizer: OptimizerConfig, scheduler: ScheduleConfig, *, num_steps: int, steps_per_batch: int = 1,
+    lr_scale: float = 1.0, setting: str = "policy.scheduler",
 ) -> Schedule:
-    """The schedule that the settings describe, over `num_steps` updates, with all its rates times `lr_scale`."""
+    """The schedule that the settings describe, over `num_steps` batches, with all its rates times `lr_scale`.
+
+    Args:
+        steps_per_batch: optimizer steps of each batch.
+        setting: the section that `scheduler` is, for messages.
+    """
+    total = num_steps * steps_per_batch
+    warmup = (scheduler.num_warmup_steps or 0) * steps_per_batch
+    if scheduler.num_warmup_steps is None:
+        warmup = math.ceil(scheduler.warmup_ratio * total)
+    elif scheduler.warmup_ratio:
+        raise ConfigError(
+            f"{setting}.warmup_ratio={scheduler.warmup_ratio} and num_warmup_steps={scheduler.num_warmup_steps} are "
+            "two lengths of one warm-up: leave one of them out."
+        )
     return Schedule(
-        scheduler.name, optimizer.lr * lr_scale, num_steps, math.ceil(scheduler.warmup_ratio * num_steps),
-        scheduler.min_lr * lr_scale,
+        scheduler.name, optimizer.lr * lr_scale, total, warmup, scheduler.min_lr * lr_scale,
+        min(math.ceil(scheduler.decay_ratio * total), max(0, total - warmup)), scheduler.options, setting,
     )
 
 

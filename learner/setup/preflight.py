@@ -147,12 +147,15 @@ def unguarded_settings(config: Config) -> str:
 
 def check_settings(config: Config, device: torch.device) -> None:
     """Transports on this device, and one objective step on synthetic data. Raises ConfigError."""
-    from learner.model.optimizer import check_optimizer
+    from learner.model.optimizer import check_optimizer, make_schedule
 
     check_transports(config.publish.transports, device)
     check_losses(config)
-    for section, optimizer in (("policy", config.policy.optimizer), ("critic", config.critic.optimizer)):
-        check_optimizer(optimizer, setting=f"{section}.optimizer")
+    for name, section in (("policy", config.policy), ("critic", config.critic)):
+        check_optimizer(section.optimizer, setting=f"{name}.optimizer")
+        make_schedule(
+            section.optimizer, section.scheduler, num_steps=config.trainer.num_steps, setting=f"{name}.scheduler"
+        )
 
 
 def check_tiny_prompts(task: Task, max_prompt_tokens: int, *, needs_target: bool) -> None:

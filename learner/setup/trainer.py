@@ -84,8 +84,8 @@ def make_trainer(
         wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
     )
     schedule = make_schedule(
-        policy.optimizer, policy.scheduler, num_steps=config.trainer.num_steps * settings.steps_per_batch,
-        lr_scale=policy.lora.lr_scale if adapter else 1.0,
+        policy.optimizer, policy.scheduler, num_steps=config.trainer.num_steps,
+        steps_per_batch=settings.steps_per_batch, lr_scale=policy.lora.lr_scale if adapter else 1.0,
     )
     return Trainer(networks, schedule, objective, settings, ranks, version, shadows=shadows)
 

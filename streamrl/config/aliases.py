@@ -19,7 +19,8 @@ ALIASES: dict[str, str] = {
     "optimizer": "policy.optimizer.name", "weight_decay": "policy.optimizer.weight_decay",
     "grad_clip": "policy.optimizer.max_grad_norm", "max_grad_norm": "policy.optimizer.max_grad_norm",
     "lr_scheduler_type": "policy.scheduler.name", "lr_scheduler": "policy.scheduler.name",
-    "warmup_ratio": "policy.scheduler.warmup_ratio", "warmup_steps": "policy.scheduler.warmup_ratio",
+    "warmup_ratio": "policy.scheduler.warmup_ratio", "warmup_steps": "policy.scheduler.num_warmup_steps",
+    "lr_warmup_steps": "policy.scheduler.num_warmup_steps", "lr_scheduler_kwargs": "policy.scheduler.options",
     # sizes
     "max_steps": "trainer.num_steps", "num_train_steps": "trainer.num_steps", "steps": "trainer.num_steps",
     "num_steps": "trainer.num_steps",
@@ -106,6 +107,8 @@ FULL_NAMES: dict[str, str] = {
     "actor_rollout_ref.model.path": "policy.model_path",
     "actor_rollout_ref.rollout.name": "actors.engine", "orchestrator.train.source": "env.path",
     "rollout.max_new_tokens": "rollout.train.sampling.max_new_tokens", "critic.adam.lr": "critic.optimizer.lr",
+    "critic.lr_scheduler": "critic.scheduler.name", "trainer.scheduler.type": "policy.scheduler.name",
+    "actor.lr_warmup_ratio": "policy.scheduler.warmup_ratio",
     "trainer.loss.type": "loss.surrogate", "algorithm.kl_ctrl.type": "kl.controller", "algo.kl.use_loss": "kl.mode",
     "algo.kl.estimator": "kl.mode", "algo.kl.target": "kl.controller", "algo.kl.horizon": "kl.controller",
     "algo.kl.init_coef": "kl.coef", "weight_broadcast.type": "publish.transports",
@@ -158,6 +161,9 @@ def nearest(key: str, names: Set[str]) -> str | None:
 
 
 def _last_parts(names: Set[str]) -> dict[str, str]:
-    """The setting for each last part; of several with the same one that is to know first, else the alphabet's first."""
-    order = sorted(names, key=lambda name: (name not in COMMON, name), reverse=True)
+    """The setting for each last part; of several with the same one that is to know first, else the policy's, else
+    the alphabet's first."""
+    order = sorted(
+        names, key=lambda name: (name not in COMMON, not name.startswith("policy."), name), reverse=True
+    )
     return {name.rpartition(".")[2]: name for name in order}

@@ -203,13 +203,11 @@ def _check_names(config: Config) -> None:
         _need("zmq" in transports, f"{name} must contain zmq: it carries the model's files")
         _need(len(set(transports)) == len(transports), f"{name}={transports} names a transport twice")
     dtypes, devices = ("auto", "float32", "bfloat16", "float16"), ("auto", "cpu", "cuda")
-    schedules = ("constant", "linear", "cosine_with_min_lr")
     for name, value, known in (
         ("run.device", config.run.device.partition(":")[0], devices),
         ("actors.device", config.actors.device.partition(":")[0], devices),
         ("policy.dtype", config.policy.dtype, dtypes),
         ("actors.dtype", config.actors.dtype, dtypes),
-        ("policy.scheduler.name", config.policy.scheduler.name, schedules),
     ):
         _need(value in known, f"{name}={value} is unknown: choose one of {', '.join(known)}")
     if ":" not in config.actors.engine:  # one's own is looked up where it is made

@@ -159,12 +159,30 @@ class OptimizerConfig:
 
 
 @dataclass
+class ScheduleConfig:
+    name: str = "constant"
+    """constant, linear, cosine_with_min_lr, cosine_with_restarts, polynomial, inverse_sqrt, warmup_stable_decay (WSD),
+    or your own `package.module:function`, which is called as transformers' `get_wsd_schedule` is."""
+    warmup_ratio: float = ranged(0.0, ge=0, lt=1, why="it is a share of the steps")
+    """Share of the steps over which the rate rises linearly from 0."""
+    num_warmup_steps: int | None = ranged(None, ge=0)
+    """The same in steps, in place of the share."""
+    decay_ratio: float = ranged(0.1, ge=0, le=1)
+    """Share of the steps, at the end, over which warmup_stable_decay falls."""
+    min_lr: float = 0.0
+    """What the rate falls to."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The schedule's own constants: num_cycles (cosine), power (polynomial), timescale (inverse_sqrt), decay_type
+    (WSD)."""
+
+
+@dataclass
 class CriticConfig:
     kind: CriticKind = CriticKind.head
     """`head`: a small network on the policy's hidden states; `model`: a transformer of its own. Built if needed."""
     model_path: str | None = None
     """Checkpoint that a critic model starts from; null is the policy's own."""
-    num_steps: int = 1
+    num_steps: int = ranged(1, ge=1)
     """Optimizer steps of the critic on each batch, however many the policy takes."""
     num_warmup_steps: int = 0
     """Steps at the start of a run in which only the critic learns."""
@@ -172,16 +190,12 @@ class CriticConfig:
     """Bound on how far a value may move within one update's loss, from the second of its steps on; null is off."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
     """The critic's own optimizer and gradient clip; take a lower rate for critic.kind=model."""
+    scheduler: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """The critic's own learning-rate schedule, in batches."""
 
 
 @dataclass
-class SchedulerConfig:
-    name: str = "constant"
-    """constant, linear or cosine_with_min_lr."""
-    warmup_ratio: float = ranged(0.0, ge=0, lt=1, why="it is a share of the steps")
-    """Share of the steps over which the rate rises linearly from 0."""
-    min_lr: float = 0.0
-    """Where linear and cosine end."""
+class SchedulerConfig(ScheduleConfig):
     ess_rule: EssRule = EssRule.none
     """Scale the rate of a step by its batch's ESS (`ess/sequence_clipped`): sqrt suits Adam, linear SGD."""
     ess_floor: float = ranged(0.1, ge=0, le=1)

@@ -159,6 +159,7 @@ SECTIONS: dict[str, list[Metric]] = {
     ) + section(
         ("critic/loss", "loss", "mean", "Value loss per token."),
         ("critic/grad_norm", "norm", "last", "Global gradient norm of the critic before clipping."),
+        ("critic/lr", "rate", "last", "Learning rate of the critic."),
         ("critic/explained_variance", "fraction", "last", "Share of the targets' variance that the critic explains."),
         ("critic/return_explained_variance", "fraction", "last", "The same of the variance of the recorded returns."),
         needs="critic",

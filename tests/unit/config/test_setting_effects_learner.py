@@ -149,13 +149,18 @@ def trained_weights(*words: str) -> torch.Tensor:
     return layer.weight.detach()
 
 
+@pytest.mark.shows(
+    "policy.scheduler.num_warmup_steps", "policy.scheduler.decay_ratio", "policy.scheduler.options",
+)
 @pytest.mark.parametrize(
     "words",
     [
         ["policy.optimizer.lr=0.02"], ["policy.optimizer.beta1=0.5"], ["policy.optimizer.beta2=0.5"],
         ["policy.optimizer.eps=0.1"], ["policy.optimizer.weight_decay=0.5"], ["policy.optimizer.max_grad_norm=100"],
         ["policy.scheduler.name=linear"], ["policy.scheduler.warmup_ratio=0.5"],
-        ["policy.scheduler.name=linear", "policy.scheduler.min_lr=0.005"],
+        ["policy.scheduler.name=linear", "policy.scheduler.min_lr=0.005"], ["policy.scheduler.num_warmup_steps=2"],
+        ["policy.scheduler.name=warmup_stable_decay", "policy.scheduler.decay_ratio=1"],
+        ["policy.scheduler.name=polynomial", "policy.scheduler.options.power=2"],
     ],
 )
 def test_each_setting_of_the_optimizer_and_its_schedule_moves_the_weights(words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,14 @@ from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
-from streamrl.config.schema import AdvantageConfig, CriticConfig, CriticKind, LossConfig, OptimizerConfig
+from streamrl.config.schema import (
+    AdvantageConfig,
+    CriticConfig,
+    CriticKind,
+    LossConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import VOCAB, batch, plan_of
 from tests.unit.learner.one_batch import OneBatch
@@ -196,6 +204,29 @@ def test_each_setting_of_the_critic_moves_its_values(checkpoints):
         assert not torch.allclose(other, plain, rtol=1e-4, atol=1e-7), change
 
 
+@pytest.mark.shows(
+    "critic.scheduler.name", "critic.scheduler.warmup_ratio", "critic.scheduler.num_warmup_steps",
+    "critic.scheduler.decay_ratio", "critic.scheduler.min_lr", "critic.scheduler.options",
+)
+@pytest.mark.parametrize(("settings", "rates"), [
+    ({}, [1.0, 1.0, 1.0]),
+    ({"name": "linear"}, [1.0, 0.98, 0.96]),
+    ({"name": "linear", "min_lr": 1.5e-3}, [1.0, 0.99, 0.98]),
+    ({"warmup_ratio": 0.04}, [1 / 3, 2 / 3, 1.0]),
+    ({"num_warmup_steps": 1}, [1 / 2, 1.0, 1.0]),
+    ({"name": "warmup_stable_decay", "decay_ratio": 0.98}, [1.0, 1.0, (1 + math.cos(math.pi / 49)) / 2]),
+    ({"name": "inverse_sqrt", "options": {"timescale": 1}}, [1.0, 2 ** -0.5, 3 ** -0.5]),
+])
+def test_the_critics_rate_follows_its_own_schedule(checkpoints, settings, rates):
+    scene = Scene(checkpoints["qwen3-tied"], replace(FAST, scheduler=ScheduleConfig(**settings)))
+    found = []
+    for step in range(3):
+        scene.look()
+        found.append(scene.fit(step).lr)
+
+    assert found == pytest.approx([3e-3 * rate for rate in rates])
+
+
 def test_a_critic_model_may_start_from_another_checkpoint(checkpoints):
     own = replace(FAST, kind=CriticKind.model)
     other = replace(own, model_path=str(checkpoints["llama-tied"]))
@@ -211,14 +242,15 @@ def test_the_clip_bounds_how_far_a_value_is_pulled(checkpoints):
     assert tight < loose
 
 
-def test_a_critic_comes_back_from_a_checkpoint_with_its_moments(checkpoints, tmp_path):
+def test_a_critic_comes_back_from_a_checkpoint_with_its_moments_and_its_place_in_the_schedule(checkpoints, tmp_path):
     path = checkpoints["qwen3-tied"]
-    scene = Scene(path)
+    config = replace(FAST, scheduler=ScheduleConfig("inverse_sqrt", num_warmup_steps=3))
+    scene = Scene(path, config)
     scene.fit()
     optimizer = make_optimizer(scene.policy, OptimizerConfig())
     save_checkpoint(tmp_path, 1, scene.policy, optimizer, ALONE, extra={}, blobs={}, num_keep=1,
                     also=scene.critic.tensors())
-    other = Scene(path)
+    other = Scene(path, config)
     assert other.critic.restore(find_checkpoint(tmp_path).shards())
     for each in (scene, other):
         each.look()

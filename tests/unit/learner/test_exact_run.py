@@ -27,7 +27,8 @@ SMALL = (
 RUNS = {
     "critic, moving reference, KL controller": (
         "algorithm=ppo", "kl.controller=horizon", "kl.options.target=0.01", "kl.options.horizon=100",
-        "reference.sync_every_steps=3", "policy.scheduler.name=cosine_with_min_lr",
+        "reference.sync_every_steps=3", "policy.scheduler.name=warmup_stable_decay", "policy.scheduler.decay_ratio=0.7",
+        "critic.scheduler.name=inverse_sqrt", "critic.scheduler.num_warmup_steps=2",
     ),
     "averaged anchor, adaptive lag, minibatches": (
         "loss.surrogate=decoupled_ppo", "loss.anchor=ewma", "staleness.adaptive.enabled=true",

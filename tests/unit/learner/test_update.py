@@ -7,14 +7,15 @@ import math
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from learner.data.packing import pack
 from learner.model.gradients import BatchResult, GradientCosine, StepResult, grad_norm, optimizer_step
-from learner.model.optimizer import Schedule, make_optimizer, make_schedule
+from learner.model.optimizer import SCHEDULES, Schedule, make_optimizer, make_schedule
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
-from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig, SchedulerConfig
+from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig, ScheduleConfig, SchedulerConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch, plan_of
 from tests.unit.learner.one_batch import OneBatch
@@ -122,19 +123,65 @@ def test_schedules_warm_up_then_stay_or_fall_to_their_end():
     assert cosine.lr_at(4) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.2)))
 
 
+def left_at(name: str, step: int, *, warmup: int, total: int, decay: int) -> float:
+    """The published formulas, from the end of the warm-up to the end of the run, as a share of the peak."""
+    progress = (step - warmup) / (total - warmup)
+    return {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine_with_min_lr": (1 + math.cos(math.pi * progress)) / 2,
+        "cosine_with_restarts": (1 + math.cos(math.pi * (2 * progress % 1.0))) / 2 if progress < 1 else 0.0,
+        "polynomial": (1 - progress) ** 2,
+        "inverse_sqrt": math.sqrt(warmup / step),  # Vaswani et al. 2017
+        "warmup_stable_decay": 1.0 if step < total - decay else 1 - math.sqrt((step - total + decay) / decay),
+    }[name]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_its_formula(name):
+    options = {"cosine_with_restarts": {"num_cycles": 2}, "polynomial": {"power": 2.0},
+               "warmup_stable_decay": {"decay_type": "1-sqrt"}}.get(name, {})
+    made = make_schedule(
+        OptimizerConfig(lr=2.0), ScheduleConfig(name, num_warmup_steps=2, decay_ratio=0.3, min_lr=0.5, options=options),
+        num_steps=10, steps_per_batch=2,
+    )
+
+    assert [made.lr_at(n) for n in range(4)] == pytest.approx([0.4, 0.8, 1.2, 1.6])
+    expected = [0.5 + 1.5 * left_at(name, n, warmup=4, total=20, decay=6) for n in range(4, 21)]
+    assert [made.lr_at(n) for n in range(4, 21)] == pytest.approx(expected, abs=1e-6)
+    assert made.lr_at(99) == made.lr_at(20), "a longer run than was planned keeps the last rate"
+
+
+def halved_every(optimizer, num_training_steps, period=1):
+    """A schedule of one's own."""
+    return LambdaLR(optimizer, lambda step: 0.5 ** (step // period))
+
+
+def test_a_schedule_of_ones_own_is_called_as_those_of_transformers_are():
+    own = ScheduleConfig(f"{__name__}:halved_every", options={"period": 2})
+    made = make_schedule(OptimizerConfig(lr=1.0), own, num_steps=6)
+
+    assert [made.lr_at(n) for n in range(6)] == [1, 1, 0.5, 0.5, 0.25, 0.25]
+
+
 def test_the_schedule_of_the_settings_counts_its_warm_up_in_steps_of_the_run():
     made = make_schedule(
         OptimizerConfig(lr=2e-6), SchedulerConfig(name="linear", warmup_ratio=0.05, min_lr=1e-6), num_steps=50
     )
 
-    assert made == Schedule("linear", 2e-6, 50, num_warmup_steps=3, min_lr=1e-6)
+    assert made == Schedule("linear", 2e-6, 50, num_warmup_steps=3, min_lr=1e-6, num_decay_steps=5)
 
 
-def test_an_unknown_schedule_and_an_end_above_the_peak_are_refused():
-    with pytest.raises(ConfigError, match="constant, linear, cosine_with_min_lr"):
-        Schedule("cosine", 1.0, 10)
-    with pytest.raises(ConfigError, match="min_lr=2.0"):
-        Schedule("linear", 1.0, 10, min_lr=2.0)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"name": "cosine"}, "critic.scheduler.name=cosine is unknown.*constant, cosine_with_min_lr"),
+    ({"name": "linear", "min_lr": 2.0}, "critic.scheduler.min_lr=2.0 must lie between 0 and the peak 1.0"),
+    ({"name": "linear", "options": {"power": 2}}, "name=linear cannot take critic.scheduler.options.*'power'"),
+    ({"options": {"power": 2}}, "name=constant cannot take critic.scheduler.options.*'power'"),
+    ({"warmup_ratio": 0.1, "num_warmup_steps": 3}, "two lengths of one warm-up"),
+])
+def test_settings_that_make_no_schedule_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        make_schedule(OptimizerConfig(lr=1.0), ScheduleConfig(**settings), num_steps=10, setting="critic.scheduler")
 
 
 def cosine_of(one: list[list[float]], other: list[list[float]]) -> float:
