@@ -20,7 +20,7 @@ class Evaluations:
 
     Args:
         sets: where evaluations get their prompts.
-        every_steps: batches between two; 0 evaluates at the start and at the end only.
+        every_steps: batches between two; 0 evaluates at the end only, and at the start (`eval.at_start`).
     """
 
     def __init__(

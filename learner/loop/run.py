@@ -112,6 +112,13 @@ class Run(Callbacks):
         last = self.step == self.config.trainer.num_steps
         self.versions.publish_if_due(self.version, asked_for=last or self.evaluations.due(self.step))
 
+    def evaluate_at_start(self) -> None:
+        """Evaluate the starting weights, or of a resumed run the version whose evaluation was lost."""
+        if self.version == 0 and (self.config.eval.at_start or self.config.trainer.eval_only):
+            self.evaluations.start(self.version, wait=True)
+        elif self.eval_lost:
+            self.evaluations.start(self.version)
+
     def evaluate_if_due(self) -> None:
         """Evaluate every so many steps; the end of the run has an evaluation of its own."""
         if self.step < self.config.trainer.num_steps and self.evaluations.due(self.step):

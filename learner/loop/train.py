@@ -8,10 +8,7 @@ from learner.loop.run import Run
 def train(run: Run) -> bool:
     """Train until the steps are done (True) or a stop is requested (False)."""
     run.versions.publish(run.version)  # a broken weight path fails here, before the first step
-    if run.version == 0:
-        run.evaluations.start(run.version, wait=True)
-    elif run.eval_lost:
-        run.evaluations.start(run.version)
+    run.evaluate_at_start()
     for step in run.remaining_steps():
         trained = run.train_next_batch()  # waits for a batch whose every group is inside the lag bound
         if trained is None:

@@ -88,7 +88,7 @@ class Run:
     def train(self) -> bool:
         """Train until the steps are done (True) or a stop is requested (False)."""
         assert self.checkpoints is not None
-        if self.step == 0:
+        if self.step == 0 and self.config.eval.at_start:
             self.record(self.held_out())
         while self.step < self.config.trainer.num_steps:
             if self.ranks.maximum(float(self.stop())):

@@ -123,7 +123,9 @@ class RolloutConfig:
 @dataclass
 class EvalConfig:
     every_steps: int = ranged(25, ge=0)
-    """Evaluate after every so many steps; the first and last version are always evaluated unless num_samples is 0."""
+    """Evaluate after every so many steps; the last version is always evaluated unless num_samples is 0."""
+    at_start: bool = True
+    """Evaluate the starting weights too; the first step waits for it."""
     num_samples: int = ranged(100, ge=0)
     """Held-out prompts of one evaluation; 0 turns it off, but for sets with a num_samples of their own."""
     num_responses: int = ranged(1, ge=1, le=256)

@@ -97,6 +97,12 @@ def test_a_stopped_and_a_killed_run_go_on_to_the_same_bits(folder):
         assert rows == {row["step"]: row["supervised/loss"] for row in whole if "supervised/loss" in row}
 
 
+def test_the_starting_model_may_go_without_a_held_out_loss(folder):
+    run(folder, "sft", *words_for("answers", "late", 2, "eval.at_start=false"))
+
+    assert [row["step"] for row in read_metrics(folder / "late" / "metrics.jsonl")] == [1, 2]
+
+
 def test_the_held_out_loss_falls_and_the_run_directory_has_record_and_report(folder):
     run(folder, "sft", *words_for("answers", "sft", 40))
     rows = [row for row in read_metrics(folder / "sft" / "metrics.jsonl")]

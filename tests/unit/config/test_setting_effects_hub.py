@@ -407,12 +407,13 @@ def test_a_wait_is_reported_only_after_the_time_set(scripted_hub, caplog):
 def run_of(hub: ScriptedHub) -> SimpleNamespace:
     """The parts of a run that evaluating needs: config, step and version, and the evaluations of this hub."""
     samples = StepSamples(hub.config.samples, seed=hub.config.run.seed, ranks=Ranks(), reader=None)
-    clock = StepClock(Activity())
+    clock, recorder = StepClock(Activity()), SimpleNamespace(evaluated=lambda result, asked: None)
     evaluations = Evaluations(
-        eval_sets(hub.config), hub.link, samples, clock, SimpleNamespace(), every_steps=hub.config.eval.every_steps
+        eval_sets(hub.config), hub.link, samples, clock, recorder, every_steps=hub.config.eval.every_steps
     )
     return SimpleNamespace(
-        config=hub.config, step=0, version=0, evaluations=evaluations, trainer=SimpleNamespace(clock=clock)
+        config=hub.config, step=0, version=0, eval_lost=False, evaluations=evaluations,
+        trainer=SimpleNamespace(clock=clock),
     )
 
 
@@ -431,6 +432,20 @@ def test_evaluations_are_requested_as_often_and_as_large_as_set(scripted_hub, wo
         Run.evaluate_if_due(run)
 
     assert [(request.version, request.num_prompts) for request in hub.received(EvalRequest)] == asked
+
+
+@pytest.mark.shows("eval.at_start")
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [([], [0]), (["eval.at_start=false"], []), (["eval.at_start=false", "trainer.eval_only=true"], [0])],
+)
+def test_the_starting_weights_are_evaluated_unless_it_is_switched_off(scripted_hub, words, asked):
+    hub = scripted_hub("eval.num_samples=5", *words)
+    hub.send(EvalResult(0, 0, 5, 0.5, 0.5, 4.0, 0.0))  # ends the wait
+
+    Run.evaluate_at_start(run_of(hub))
+
+    assert [request.version for request in hub.received(EvalRequest)] == asked
 
 
 @pytest.mark.shows("samples.num_per_eval")
