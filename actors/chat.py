@@ -75,14 +75,14 @@ def _read() -> str | None:
 
 
 def with_version(words: Sequence[str]) -> list[str]:
-    """The words, `RUN --version N` as `RUN@N`. Raises ConfigError without a number."""
+    """The words, `RUN --version N` as `RUN@N`. Raises ConfigError without a number or `best`."""
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--version=") else [word])]
     if "--version" not in words:
         return words
     at = words.index("--version")
     number, rest = " ".join(words[at + 1 : at + 2]), words[:at] + words[at + 2 :]
-    if not number.isdigit() or not rest:
-        raise ConfigError(f"--version {number or 'without a number'}: write streamrl chat RUN --version 40")
+    if not number.isdigit() and not number.startswith("best") or not rest:
+        raise ConfigError(f"--version {number or 'without a number'}: write streamrl chat RUN --version 40, or best")
     return [f"{rest[0]}@{number}", *rest[1:]]
 
 

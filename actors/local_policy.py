@@ -108,13 +108,14 @@ def run_of(source: str) -> Path | None:
 
 
 def find_model(source: str) -> LocalModel:
-    """The weights that a MODEL_OR_RUN names: a folder with config.json and weights, a run's exported model, or RUN@N.
+    """The weights that a MODEL_OR_RUN names: a folder with config.json and weights, a run's exported model, or RUN@N
+    or RUN@best.
 
     Raises ConfigError: neither, with what was found there instead.
     """
+    if (named := named_version(source)) is not None:
+        return _saved_model(*named)
     folder, run = Path(source), run_of(source)
-    if run is not None and not folder.is_dir():
-        return _saved_model(run, int(source.rpartition("@")[2]))
     model = folder / "model" if run is not None else folder
     if not folder.is_dir():
         raise ConfigError(f"{source}: there is no such folder. Give a run, as runs/NAME, or a Hugging Face checkpoint.")
@@ -157,7 +158,7 @@ def local_config(source: str, words: Sequence[str]) -> Config:
     """The settings of the run, if `source` is one, with `words` on top, and its model."""
     model, run = find_model(source), run_of(source)
     own = [str(run / "config.yaml")] if run is not None else []
-    path = source if model.version is not None else model.folder
+    path = model.folder if model.version is None else f"{model.folder}@{model.version}"
     return load_config([*own, *words, f"policy.model_path={path}", "policy.tiny.enabled=false"])
 
 

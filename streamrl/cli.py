@@ -45,7 +45,7 @@ While a run goes on, and after it:
 From its log (docs/log.md, docs/verify.md), each with --help:
   streamrl stream RUN [--export FILE]             print, filter and export what happened
   streamrl replay RUN [--rewards]                 train it again, or score it again, and compare
-  streamrl at RUN@137                             the model of any version; also: streamrl eval RUN@137
+  streamrl at RUN@137                             the model of any version; also: streamrl eval RUN@137, RUN@best
   streamrl what-if RUN algorithm=vespo,m2po       other settings on the identical stream
   streamrl bisect RUN [--drop X]                  the version where a score broke
   streamrl blame RUN A..B                         the groups that moved the weights between two versions

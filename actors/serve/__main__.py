@@ -59,7 +59,7 @@ def main(words: Sequence[str]) -> int:
         prog="streamrl serve", usage=argparse.SUPPRESS, description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="MODEL_OR_RUN", help="a run, RUN@VERSION, or a Hugging Face checkpoint")
+    parser.add_argument("source", metavar="MODEL_OR_RUN", help="a run, RUN@N, RUN@best, or a Hugging Face checkpoint")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     parser.add_argument("--api-key", default=os.environ.get("STREAMRL_API_KEY"), help="the only key that is taken")

@@ -30,7 +30,7 @@ def main() -> int:
         epilog="It begins at the nearest checkpoint and trains the batches of the log from there on, which gives the "
         "same bits on a CPU in float32; it compares them with the digests in the log and says so.",
     )
-    parser.add_argument("version", metavar="RUN@N", help="a run directory and a version, as runs/quickstart-001@137")
+    parser.add_argument("version", metavar="RUN@N", help="a version of a run, as runs/quickstart-001@137 or @best")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"instead of RUN/{FOLDER}/N")
     parser.add_argument(
         "--without", type=group_ids, default=frozenset(), metavar="GROUP[,GROUP]",

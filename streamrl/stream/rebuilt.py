@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 from streamrl.errors import ConfigError
-from streamrl.metrics.files import read_object, text_of
+from streamrl.metrics.files import read_lines, read_object, text_of
 from streamrl.parent_watch import program
 
-NAMED = re.compile(r"(.+)@(\d+)")
-"""A version of a run: runs/quickstart-001@40."""
+NAMED = re.compile(r"(.+)@(?:(\d+)|best(?::(.+))?)")
+"""A version of a run: runs/quickstart-001@40, @best, or the best on a set of `eval.datasets`, @best:hard."""
 FOLDER = "versions"
 """In the run directory: a Hugging Face checkpoint for each version that was asked for."""
 NOTE = "replayed.json"
@@ -22,11 +24,33 @@ _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 
 def named_version(name: str) -> tuple[Path, int] | None:
-    """The run directory and the version of a `RUN@N`; None if it is none."""
+    """The run directory and the version of a `RUN@N` or `RUN@best`; None if it is none."""
     found = None if Path(name).exists() else NAMED.fullmatch(name)
     if found is None or not (Path(found[1]) / "config.yaml").exists():
         return None
-    return Path(found[1]), int(found[2])
+    run_dir = Path(found[1])
+    return run_dir, int(found[2]) if found[2] else best_version(run_dir, found[3] or "")
+
+
+def best_version(run_dir: Path, dataset: str = "") -> int:
+    """The version with the highest score on a set of evaluations, of equals the earliest.
+
+    Without a name that is the run's own set, or where it evaluates none the mean of all of `eval.datasets`.
+    Raises ConfigError: there is no such evaluation.
+    """
+    scores: dict[int, dict[str, float]] = {}
+    for _, row in read_lines(run_dir / "evaluations.jsonl", json.loads):
+        scores.setdefault(row["version"], {})[row["dataset"]] = row["score"]
+    known = {name for one in scores.values() for name in one}
+    sets = {dataset} if dataset or "" in known else known
+    means = {version: fmean(one[name] for name in sets) for version, one in scores.items() if sets <= one.keys()}
+    if not means:
+        what = f"an evaluation on {dataset}" if dataset else "an evaluation"
+        there = f"; it has those of {', '.join(sorted(name or 'its own set' for name in known))}" if known else ""
+        raise ConfigError(
+            f"{run_dir}@best needs {what}, and the run has none{there}: give a version by its number, as {run_dir}@40"
+        )
+    return max(sorted(means), key=lambda version: means[version])
 
 
 def starts_of(run_dir: Path) -> str:

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from tests.flow.processes import RunHarness
 from tests.flow.test_lora_commands import command
+from tests.unit.stream.test_rebuilt import write_evaluations
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
 
@@ -25,6 +26,9 @@ def test_every_command_reads_the_log_of_a_run(harness: RunHarness, words):
     rebuilt, exported = (load_file(one / "model.safetensors") for one in (folder / "versions/4", folder / "model"))
     assert rebuilt.keys() == exported.keys() and all(torch.equal(rebuilt[name], exported[name]) for name in rebuilt)
     assert f"{run}/versions/2" in command(harness, "eval", f"{run}@2", "eval.num_samples=3")
+    write_evaluations(folder, [(2, "", 2.0)])  # more than any score
+    assert f"{run}/versions/2" in command(harness, "eval", f"{run}@best", "eval.num_samples=3")
+    assert command(harness, "at", f"{run}@best").endswith("versions/2: equal\n")
     told = command(harness, "what-if", run, "--from", "2", "policy.optimizer.lr=1e-5")
     assert "the run's own settings: 2 of 2 versions bit-equal to the run's" in told
     assert (folder / "what_if.html").exists() and not (folder / ".what-if").exists()

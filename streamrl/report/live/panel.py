@@ -91,7 +91,8 @@ def _evaluation(state: ViewState) -> Line | None:
     best = max(range(len(scores)), key=lambda i: (scores[i], -i))
     at = series(state.rows, "eval/score")[0][best]
     words = f"{compact(scores[0])} → {compact(scores[-1])}" if len(scores) > 1 else compact(scores[0])
-    more = f"  best {compact(scores[best])} at step {at}" if len(scores) > 1 else "  before training"
+    where = f"at step {at}" if at else "before training"
+    more = f"  best {compact(scores[best])} at step {at}" if len(scores) > 1 else f"  {where}"
     spark = (f"  {sparkline(scores, 20)}", "green") if len(scores) > 2 else ""
     return "evaluation", Text.assemble(words, more, spark)
 

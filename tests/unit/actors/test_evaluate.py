@@ -32,6 +32,7 @@ from streamrl.environment import ChatMessage
 from streamrl.errors import CheckpointError, ConfigError
 from streamrl.weights.assets import pack_assets
 from streamrl.weights.saved import read_version, saved_versions
+from tests.unit.stream.test_rebuilt import write_evaluations
 
 ROOT = Path(__file__).parents[3]
 WORDS = ["experiment=quickstart", "eval.num_samples=3", "actors.num_threads=1"]
@@ -174,7 +175,8 @@ def test_versions_of_a_run_talk_differently_and_are_evaluated(trained, tmp_path,
     monkeypatch.setattr("sys.stdin", StringIO())
     assert chat([f"{trained}@4", "rollout.test.sampling.temperature=0.5"]) == 0
     assert "temperature 0.5 as in evaluations" in capsys.readouterr().err
-    result = answers_of(f"{trained}@4", tmp_path)[2]
+    write_evaluations(trained, [(0, "", 0.1), (2, "", 0.3), (4, "", 0.9)])
+    result = answers_of(f"{trained}@best", tmp_path)[2]
     assert result["model"] == f"{trained}@4" and result["num_prompts"] == 3
 
 
@@ -183,6 +185,7 @@ def test_a_version_without_its_number_or_its_run_is_refused(words):
     with pytest.raises(ConfigError, match="write streamrl chat RUN --version 40"):
         with_version(words)
     assert with_version(["run", "--version=4", "a=b"]) == ["run@4", "a=b"]
+    assert with_version(["run", "--version", "best:hard"]) == ["run@best:hard"]
 
 
 # --- several sets -----------------------------------------------------------------------------------------------------
