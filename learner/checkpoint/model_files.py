@@ -132,6 +132,10 @@ class ModelFiles:
         except (OSError, SafetensorError):
             return False
 
+    def tensor(self, name: str) -> Tensor | None:
+        """A whole tensor by its name in the files; None if there is none."""
+        return self._file(self._place[name]).get_tensor(name) if name in self._place else None
+
     @torch.no_grad()
     def fill(self, model: nn.Module) -> None:
         """Read this rank's rows of every weight; cast on the device that they are on."""

@@ -6,7 +6,7 @@ import logging
 
 from learner.loop.run import Run
 from learner.model.paths import wire_dtype
-from learner.publish.export import export_model
+from learner.publish.export import export_critic, export_model
 from streamrl.errors import StreamrlError
 
 log = logging.getLogger("streamrl.learner")
@@ -25,6 +25,8 @@ def finish(run: Run, *, completed: bool) -> None:
             run.trainer.networks.policy, run.model_dir, run.run_dir / "model", run.ranks, lora=lora, dtype=dtype
         )
         log.info("the trained model is in %s", exported)
+        if (critic := run.trainer.networks.critic) is not None:
+            log.info("the critic is in %s", export_critic(critic, run.model_dir, run.run_dir / "critic", run.ranks))
     if completed and not (run.config.trainer.eval_only and run.version == 0):
         run.evaluations.start(run.version, wait=True)
     if run.ranks.rank != 0:

@@ -74,14 +74,15 @@ class Critic:
         of_actions: it gives action advantages too.
         clip: bound on how far a value may move from its old one within the loss; None is off.
         num_steps: passes over the batch, one optimizer step each.
+        moments: decayed sums of 1, targets and their squares; float64.
     """
 
     def __init__(
         self, module: nn.Module, last: nn.Linear, optimizer: torch.optim.Optimizer, schedule: Schedule, *, ranks: Ranks,
         reads_policy: bool, of_actions: bool, clip: float | None, num_steps: int, max_grad_norm: float,
+        moments: Tensor,
     ) -> None:
-        self.module, self.optimizer, self._last = module, optimizer, last
-        self._moments = torch.zeros(3, dtype=torch.float64)  # decayed sums of 1, targets and their squares
+        self.module, self.optimizer, self._last, self.moments = module, optimizer, last, moments
         self.reads_policy, self.of_actions = reads_policy, of_actions
         self._schedule, self._ranks = schedule, ranks
         self._clip, self._num_steps, self._max_grad_norm = clip, num_steps, max_grad_norm
@@ -122,7 +123,7 @@ class Critic:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(key, sharded tensor) of weights and moments, for a checkpoint."""
-        also = [("targets", self._moments)]
+        also = [("targets", self.moments)]
         return ((f"critic/{key}", tensor) for key, tensor in training_tensors(self.module, self.optimizer, also))
 
     def restore(self, shards: ShardReader) -> bool:
@@ -134,15 +135,15 @@ class Critic:
             return False
         read_training_tensors(shards, self.module, self.optimizer, "critic/")
         if shards.has("critic/targets"):
-            self._moments = shards.read_whole("critic/targets")
+            self.moments = shards.read_whole("critic/targets")
         else:  # of an older version, whose outputs were the values
-            self._moments = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+            self.moments = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
         return True
 
     @property
     def _normal(self) -> tuple[float, float]:
         """Mean and scale of the targets so far."""
-        weight, total, squares = self._moments.tolist()
+        weight, total, squares = self.moments.tolist()
         if weight == 0.0:
             return 0.0, 1.0
         mean = total / weight
@@ -157,8 +158,8 @@ class Critic:
         """
         if not moments.isfinite().all():
             return 0.0
-        (mean, scale), first = self._normal, not self._moments.any()
-        self._moments = _MOMENT_DECAY * self._moments + (1.0 - _MOMENT_DECAY) * moments
+        (mean, scale), first = self._normal, not self.moments.any()
+        self.moments = _MOMENT_DECAY * self.moments + (1.0 - _MOMENT_DECAY) * moments
         new_mean, new_scale = self._normal
         if first:
             return new_mean

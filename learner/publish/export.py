@@ -1,4 +1,4 @@
-"""The policy as an ordinary Hugging Face checkpoint, for anything that is not streamrl."""
+"""The policy as an ordinary Hugging Face checkpoint, for anything that is not streamrl; the critic for another run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from learner.model.adapter.lora import adapter_parameters, base_parameters, save_adapter, scale_of
 from learner.model.adapter.quantize import Dequantized
+from learner.model.critic import Critic
+from learner.model.critic_network import VALUE_HEAD
 from learner.model.parameters import policy_parameters
 from learner.model.policy import Policy
 from learner.ranks.mesh import Ranks
@@ -52,13 +55,40 @@ def export_model(
             with _replacing(out_dir.with_name("adapter")) as draft:
                 save_adapter(adapter, lora, draft, model_path=str(source.resolve()))
         with _replacing(out_dir) as draft:
-            for path in source.iterdir():
-                if path.is_file() and not path.name.endswith(_WEIGHTS):
-                    shutil.copyfile(path, draft / path.name)
+            _copy_small_files(source, draft)
             policy.model.save_pretrained(draft, state_dict=weights)
             _say_type(draft / "config.json", dtype)  # the model's own parameters are the masters
     ranks.barrier()
     return out_dir
+
+
+@torch.no_grad()
+def export_critic(critic: Critic, model_dir: Path, out_dir: Path, ranks: Ranks) -> Path:
+    """Write a critic where `critic.model_path` of another run finds it: value head, and decoder if it has its own.
+
+    A collective call, as `export_model`.
+
+    Args:
+        model_dir: the policy's first model, for its tokenizer.
+    """
+    weights = _gather(policy_parameters(critic.module), ranks, torch.float32)
+    if ranks.rank == 0:
+        decoder = {name.removeprefix("decoder."): one for name, one in weights.items() if name.startswith("decoder.")}
+        head = {name.removeprefix("head."): one for name, one in weights.items() if not name.startswith("decoder.")}
+        with _replacing(out_dir) as draft:
+            _copy_small_files(model_dir, draft)
+            if decoder:
+                critic.module.decoder.save_pretrained(draft, state_dict=decoder)
+                _say_type(draft / "config.json", torch.float32)
+            save_file({**head, "targets": critic.moments}, draft / VALUE_HEAD)
+    ranks.barrier()
+    return out_dir
+
+
+def _copy_small_files(source: Path, folder: Path) -> None:
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHTS):
+            shutil.copyfile(path, folder / path.name)
 
 
 def _gather(

@@ -183,7 +183,8 @@ class CriticConfig:
     kind: CriticKind = CriticKind.head
     """`head`: a small network on the policy's hidden states; `model`: a transformer of its own. Built if needed."""
     model_path: str | None = None
-    """Checkpoint that a critic model starts from; null is the policy's own."""
+    """The critic's start: a model, a reward model (with its head), or RUN/critic of another run; null is the policy's
+    own model, with a new value head."""
     num_steps: int = ranged(1, ge=1)
     """Optimizer steps of the critic on each batch, however many the policy takes."""
     num_warmup_steps: int = 0

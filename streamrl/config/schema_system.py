@@ -206,7 +206,7 @@ class CheckpointConfig:
     """Seconds for which checkpoints may fail, as on a full disk, before the run ends; tried again after 1, 2, 4 ..."""
     export_hf: bool = True
     """When the steps are done, also write the policy as an ordinary Hugging Face checkpoint, in model/ of the run
-    directory; `policy.model_path` may name it."""
+    directory, which `policy.model_path` may name; and a critic in critic/, for `critic.model_path`."""
 
 
 @dataclass

@@ -47,6 +47,7 @@ def test_only_the_critic_learns_in_its_warm_up_and_a_resumed_run_has_it_back(har
     assert all(one["sampled_by"] == [one["version"]] * 2 for one in evaluated), "answers of another version count"
     assert {len(one["scores"]) for one in evaluated if one["dataset"]} == {3}
     assert rows[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)  # values start at 0
+    assert (harness.run_dir / "critic" / "value_head.safetensors").exists()
 
     again = harness.launch("trainer.num_steps=5", "checkpoint.resume=true", *WITH_CRITIC)
     assert harness.finish(again, 120) == 0, harness.logs()

@@ -10,15 +10,18 @@ import torch
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import pack
-from learner.model.critic_network import build_critic
+from learner.model.critic_network import VALUE_HEAD, build_critic
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
+from learner.publish.export import export_critic
 from learner.ranks.mesh import Ranks
+from learner.supervised.reward_network import export_reward_model, load_reward_network
 from streamrl.config.schema import (
     AdvantageConfig,
     CriticConfig,
     CriticKind,
+    LearnerConfig,
     LossConfig,
     OptimizerConfig,
     ScheduleConfig,
@@ -234,6 +237,62 @@ def test_a_critic_model_may_start_from_another_checkpoint(checkpoints):
     assert not torch.allclose(moved(checkpoints["qwen3-tied"], own), moved(checkpoints["qwen3-tied"], other))
 
 
+@pytest.mark.parametrize(("kind", "estimator"), [("head", "vtrace"), ("model", "gae"), ("head", "retrace_q")])
+def test_an_exported_critic_starts_another_one_with_the_same_numbers(checkpoints, tmp_path, kind, estimator):
+    path, config = checkpoints["qwen3"], replace(FAST, kind=CriticKind(kind))
+    scene = Scene(path, config, estimator)
+    for step in range(3):
+        scene.fit(step)
+        scene.look()
+    again = replace(config, model_path=str(export_critic(scene.critic, path, tmp_path / "critic", ALONE)))
+    other = Scene(path, again, estimator)
+
+    assert scene.values().abs().max() > 0.01 and torch.equal(scene.values(), other.values())
+    assert torch.equal(scene.critic.moments, other.critic.moments)
+    assert all(torch.equal(*pair) for pair in zip(
+        scene.critic.module.state_dict().values(), other.critic.module.state_dict().values(), strict=True
+    ))
+    (tmp_path / "critic" / VALUE_HEAD).rename(tmp_path / "lost")
+    if kind == "head":
+        with pytest.raises(ConfigError, match="holds no value_head.safetensors.*RUN/critic"):
+            Scene(path, again, estimator)
+    else:
+        assert torch.count_nonzero(Scene(path, again, estimator).values()) == 0
+
+
+def test_a_critic_of_another_kind_or_size_is_refused(checkpoints, tmp_path):
+    path = checkpoints["qwen3-tied"]
+    for kind, other in (("head", "model"), ("model", "head")):
+        scene = Scene(path, replace(FAST, kind=CriticKind(kind)))
+        saved = str(export_critic(scene.critic, path, tmp_path / kind, ALONE))
+        with pytest.raises(ConfigError, match=f"was trained with critic.kind={kind}: set it so"):
+            Scene(path, replace(FAST, kind=CriticKind(other), model_path=saved))
+    with pytest.raises(ConfigError, match=f"has a value head of 1 outputs for states of size .* needs {VOCAB + 1} for"):
+        Scene(path, replace(FAST, model_path=str(tmp_path / "head")), "retrace_q")
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3"])
+def test_a_reward_models_scores_are_the_first_values_and_survive_an_export(checkpoints, tmp_path, name):
+    """They stay where they are while the moments of the run's targets replace those of the scores."""
+    path = checkpoints[name]
+    network = load_reward_network(path, LearnerConfig(), ALONE, dtype=torch.float32, gradient_checkpointing=False)
+    with torch.no_grad():
+        network.score.weight.normal_()
+        next(network.decoder.parameters()).add_(0.1)
+    model = export_reward_model(network, path, tmp_path / "model", ALONE, padding=0)
+    config = replace(FAST, kind=CriticKind.model, model_path=str(model), optimizer=OptimizerConfig(lr=0.0))
+    scene = Scene(path, config)
+    scores = [network(m.tokens, m.positions, m.packing, m.state_index)[: m.num_scored] for m in scene.micros]
+    expected = torch.cat(scores)
+    assert torch.allclose(scene.values(), expected, atol=1e-6) and expected.std() > 0.1
+
+    scene.critic.fit(scene.micros, shifted(scene, 30.0, -100.0), step=0)
+    scene.look()
+    again = replace(config, model_path=str(export_critic(scene.critic, path, tmp_path / "critic", ALONE)))
+    assert torch.allclose(scene.values(), expected, atol=1e-4)
+    assert torch.equal(Scene(path, again).values(), scene.values())
+
+
 def test_the_clip_bounds_how_far_a_value_is_pulled(checkpoints):
     """Every value is farther from its target than the clip: the clipped loss has no gradient once a value moved."""
     loose, tight = (
@@ -265,7 +324,7 @@ def test_a_checkpoint_from_before_targets_were_normalized_keeps_its_values(check
     path = checkpoints["qwen3-tied"]
     scene = Scene(path)
     scene.fit()
-    scene.critic._moments = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    scene.critic.moments = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
     scene.look()
     optimizer = make_optimizer(scene.policy, OptimizerConfig())
     older = ((key, tensor) for key, tensor in scene.critic.tensors() if key != "critic/targets")

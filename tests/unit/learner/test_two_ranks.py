@@ -102,6 +102,11 @@ def test_trajectories_without_a_backward_pass_may_all_be_on_one_rank(work):
 
 def test_a_critic_and_its_normalization_are_the_same_over_two_ranks(work):
     assert_same(work / "one" / "valued", work / "two" / "valued")
+    weights, _ = result(work / "two" / "valued")
+    exported = load_file(work / "two" / "valued" / "critic" / "value_head.safetensors")
+    assert exported.pop("targets")[0] > 0
+    assert {f"weights/{name}" for name in exported} == weights.keys()
+    assert all(torch.equal(tensor, weights[f"weights/{name}"]) for name, tensor in exported.items())
 
 
 @pytest.mark.shows("learner.reduce_once")

@@ -41,7 +41,7 @@ from learner.model.reference import FrozenPolicy, sync_if_due
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
-from learner.publish.export import export_model
+from learner.publish.export import export_critic, export_model
 from learner.ranks.mesh import Ranks, local_part
 from learner.setup.shadows import make_shadows
 from learner.trainer import Trainer, TrainerSettings
@@ -218,6 +218,7 @@ def valued(work: Path, folder: Path, ranks: Ranks) -> None:
         rows = [replace_row(row, reward=size * row.reward, rewards=size * row.rewards) for row in rows]
         mine = [row for row in rows if row.group_id % ranks.mesh.dp_size == ranks.dp_rank]
         trained = trainer.train_batch(mine, plan_of(rows, world=ranks.mesh.dp_size))
+    export_critic(critic, work / "model", folder / "critic", ranks)
     write(folder, critic.module, ranks, (trained.critic.loss, trained.critic.grad_norm, {}, {
         "explained": trained.critic.explained_variance, "of_returns": trained.critic.return_explained_variance}))
 
