@@ -74,9 +74,10 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 def test_a_stopped_and_a_killed_run_go_on_to_the_same_bits(folder):
-    run(folder, "sft", *words_for("answers", "whole", 24))
+    schedule = ("policy.scheduler.name=warmup_stable_decay", "policy.scheduler.num_warmup_steps=12")
+    run(folder, "sft", *words_for("answers", "whole", 24, *schedule))
     for number, run_dir in ((signal.SIGINT, "stopped"), (signal.SIGKILL, "killed")):
-        words = words_for("answers", run_dir, 24, "checkpoint.every_steps=5")
+        words = words_for("answers", run_dir, 24, "checkpoint.every_steps=5", *schedule)
         child = subprocess.Popen(command("sft", *words), cwd=folder, stderr=subprocess.PIPE, text=True)
         for line in child.stderr:
             if line.startswith("step 8/24"):
@@ -94,6 +95,8 @@ def test_a_stopped_and_a_killed_run_go_on_to_the_same_bits(folder):
         rows = {row["step"]: row["supervised/loss"] for row in read_metrics(folder / run_dir / "metrics.jsonl")
                 if "supervised/loss" in row}
         whole = read_metrics(folder / "whole" / "metrics.jsonl")
+        rates = {row["step"]: row["policy/lr"] for row in whole if "policy/lr" in row}
+        assert 12.9 < rates[13] / rates[1] < 13.1 and rates[24] < rates[22] == rates[13]
         assert rows == {row["step"]: row["supervised/loss"] for row in whole if "supervised/loss" in row}
 
 
