@@ -53,12 +53,15 @@ def local_box(tensor: Tensor) -> Box:
     """The block of the whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
-    if tensor.placements != (Shard(0),):
-        raise CheckpointError(f"cannot save a tensor placed as {tensor.placements}: only sharding by rows is written")
-    mesh = tensor.device_mesh
-    rows = math.ceil(tensor.shape[0] / mesh.size())
-    first = min(mesh.get_local_rank() * rows, tensor.shape[0])
-    return Box((first, *(0,) * (tensor.dim() - 1)), tuple(tensor.to_local().shape))
+    mesh, first, size = tensor.device_mesh, [0] * tensor.dim(), list(tensor.shape)
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            part = math.ceil(size[placement.dim] / mesh.size(axis))
+            start = min(mesh.get_local_rank(axis) * part, size[placement.dim])
+            first[placement.dim], size[placement.dim] = start, min(part, size[placement.dim] - start)
+        elif not placement.is_replicate():
+            raise CheckpointError(f"cannot save a tensor placed as {tensor.placements}: only blocks are written")
+    return Box(tuple(first), tuple(size))
 
 
 def reshard(module: nn.Module) -> None:

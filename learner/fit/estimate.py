@@ -18,6 +18,7 @@ from learner.fit.step import Job, step_peaks
 from learner.model.paths import compute_dtype, wire_dtype
 from learner.model.policy import decoder_layers
 from learner.objective.kl_options import needs_reference
+from learner.ranks.mesh import Mesh
 from streamrl.algorithms import find_estimator
 from streamrl.config.schema import (
     AdvantageConfig,
@@ -89,7 +90,7 @@ def job_of(config: Sections, *, longest: int, on_gpu: bool) -> Job:
     dtype, rollout = compute_dtype(config.policy.dtype, device), config.rollout
     longest = min(longest, learner.max_tokens_per_device)
     batch = rollout.num_prompts_per_step * rollout.num_responses_per_prompt * longest
-    ranks, lora = config.launch.num_learner_ranks, config.policy.lora.rank is not None
+    mesh, lora = mesh_of(config), config.policy.lora.rank is not None
     copies = []
     if needs_reference(config.kl, config.constraint) and not (lora and config.reference.model_path is None):
         copies.append(dtype)
@@ -98,12 +99,17 @@ def job_of(config: Sections, *, longest: int, on_gpu: bool) -> Job:
     wish = config.publish.beside_training
     beside = wish is BesideTraining.always or (wish is BesideTraining.auto and on_gpu)
     return Job(
-        config.policy, ranks, on_gpu, dtype, tokens=min(learner.max_tokens_per_device, max(longest, batch // ranks)),
-        longest=longest, chunk_tokens=learner.logprob_chunk_tokens, flash=learner.attention.name != _SDPA,
+        config.policy, mesh, on_gpu, dtype, longest=longest,
+        tokens=min(learner.max_tokens_per_device, max(longest, batch // mesh.dp_size)), chunk_tokens=learner.logprob_chunk_tokens, flash=learner.attention.name != _SDPA,
         reduce_once=learner.reduce_once, frozen_copies=tuple(copies),
         critic_model=find_estimator(config.advantage.estimator).needs_critic and config.critic.kind is CriticKind.model,
         snapshot=wire_dtype(config.publish.dtype, device) if beside else None,
     )
+
+
+def mesh_of(config: Sections) -> Mesh:
+    """The layout of the learner's ranks under `streamrl launch`. Raises ConfigError."""
+    return Mesh.of(config.launch.num_learner_ranks, **vars(config.learner.mesh))
 
 
 def rank_memory(job: Job, model_config: Any, *, whole_depth: bool = False) -> RankMemory:
@@ -126,7 +132,7 @@ def rank_memory(job: Job, model_config: Any, *, whole_depth: bool = False) -> Ra
     trained += round((more_trained - trained) * factor)
     moments = kinds.get("moments", 0)
     beside = job.on_gpu  # `checkpoint.beside_training`; pinned memory comes in powers of two: measured 1.2 to 1.4
-    return RankMemory(phase, kinds, trained * job.num_ranks, round(1.3 * (4 * trained + moments)) if beside else 0)
+    return RankMemory(phase, kinds, trained * job.mesh.shard, round(1.3 * (4 * trained + moments)) if beside else 0)
 
 
 def num_parameters(model_config: Any) -> int:

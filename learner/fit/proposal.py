@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from learner.fit.engine import EngineMemory, engine_memory, tensor_parallel_sizes
@@ -99,7 +100,10 @@ class Planner:
         size = usable[0]
         ranks = fixed or list(dict.fromkeys((machine.gpus // 2, machine.gpus - 2 * size, machine.gpus - size)))
         fitting = [n for n in ranks if 1 <= n <= machine.gpus - size and n >= (fixed or [machine.gpus // 2])[0]]
-        return [(n, self._engine(size, machine.memory)) for n in fitting or [machine.gpus - size]]
+        sizes = [word.partition("=")[2] for word in self._given if word.startswith("learner.mesh.")]
+        axes = prod(int(text) for text in sizes if text.isdecimal())
+        fitting = [n for n in fitting if n % axes == 0]
+        return [(n, self._engine(size, machine.memory)) for n in fitting or [(machine.gpus - size) // axes * axes]]
 
     def _holds_enough(self, size: int, machine: Machine) -> bool:
         return self._engine(size, machine.memory).sequences(machine.context) >= FEWEST_SEQUENCES

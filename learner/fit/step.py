@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from learner.checkpoint.model_files import materialize
@@ -49,7 +48,7 @@ class Job:
     """
 
     policy: PolicyConfig
-    num_ranks: int
+    mesh: Mesh
     on_gpu: bool
     dtype: torch.dtype
     tokens: int
@@ -63,17 +62,16 @@ class Job:
 
 
 @contextmanager
-def fake_ranks(count: int, *, sharded: bool) -> Iterator[Ranks]:
+def fake_ranks(mesh: Mesh, *, sharded: bool) -> Iterator[Ranks]:
     """Rank 0 of so many, of which no other exists; rank 0 has the largest shards."""
-    if count == 1 and not sharded:
+    if mesh.world == 1 and not sharded:
         yield Ranks()
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend
 
-    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=mesh.world, store=FakeStore())
     try:
-        mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("shard",))
-        yield Ranks(0, Mesh.of(count), torch.device("cpu"), mesh)
+        yield Ranks(0, mesh, torch.device("cpu"), mesh.on_devices("cpu"))
     finally:
         dist.destroy_process_group()
 
@@ -85,7 +83,7 @@ def step_peaks(job: Job, model_config: Any) -> tuple[dict[str, Counter[str]], in
     model, others = _model(job, model_config), [_model(plain, model_config, dtype) for dtype in job.frozen_copies]
     critics = [_model(plain, model_config)] * job.critic_model
     with (
-        fake_ranks(job.num_ranks, sharded=job.on_gpu) as ranks,
+        fake_ranks(job.mesh, sharded=job.on_gpu) as ranks,
         FakeTensorMode(allow_non_fake_inputs=True),
         LiveBytes(vocabulary) as live,
     ):

@@ -176,7 +176,8 @@ class Publisher:
         with file:
             try:
                 named = [(name, tensor) for (name, _), tensor in zip(self._parameters, tensors, strict=True)]
-                parts = parts_of(named, self.layout, ranks.rank)
+                writes = ranks.mesh.is_first_of_shard(ranks.rank)  # copies hold the same bytes
+                parts = parts_of(named, self.layout, ranks.rank) if writes else []
                 self.num_bytes_written = write_parts(parts, self._wire_dtype, file, self._download, fold)
             except Exception as error:  # whatever it is: the other ranks wait for the last part
                 failure = error

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from learner.checkpoint.shards import local_box
 from learner.ranks.mesh import local_part
@@ -56,7 +56,8 @@ def parts_of(parameters: Sequence[tuple[str, Any]], layout: Layout, rank: int) -
 
 def sharded_by_rows(parameters: Sequence[tuple[str, Any]]) -> bool:
     """Whether every tensor that is sharded at all is sharded so that a rank's part is consecutive bytes."""
-    return all(p.placements == (Shard(0),) for _, p in parameters if isinstance(p, DTensor))
+    usual = ((Shard(0),), (Replicate(), Shard(0)))
+    return all(p.placements in usual for _, p in parameters if isinstance(p, DTensor))
 
 
 class SharedFile:

@@ -16,7 +16,7 @@ tensors of numbers travel: object collectives pickle.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -50,15 +50,26 @@ class Mesh:
     tensor: int = 1
 
     @classmethod
-    def of(cls, world: int, *, replicate: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
-        """All other processes shard. Raises ValueError unless the other axes divide the world size."""
+    def of(
+        cls, world: int, *, replicate: int = 1, shard: int | None = None, context: int = 1, tensor: int = 1
+    ) -> Mesh:
+        """All other processes shard, unless `shard` is given. Raises ConfigError for another number of processes."""
         rest = replicate * context * tensor
-        if world % rest:
-            raise ValueError(
-                f"{world} learner processes cannot form a mesh of replicate={replicate}, context={context}, "
-                f"tensor={tensor}: their number must be a multiple of {rest}."
+        if world % rest or shard not in (None, world // rest):
+            named, given = ("", rest) if shard is None else (f"shard={shard}, ", rest * shard)
+            raise ConfigError(
+                f"{world} learner processes cannot form a learner.mesh of replicate={replicate}, {named}"
+                f"context={context}, tensor={tensor}: set launch.num_learner_ranks to "
+                f"{'a multiple of ' if shard is None else ''}{given}, or change an axis."
             )
         return cls(replicate, world // rest, context, tensor)
+
+    def on_devices(self, kind: str) -> DeviceMesh:
+        """What FSDP2 shards over, of the process group that was made; an axis of size 1 would cost a group of its own
+        and change nothing. A collective call."""
+        if self.replicate == 1:
+            return init_device_mesh(kind, (self.shard,), mesh_dim_names=("shard",))
+        return init_device_mesh(kind, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
 
     @property
     def world(self) -> int:
@@ -113,17 +124,21 @@ class Ranks:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def start(cls, device: str = "auto", *, timeout_s: float = 600.0, sharded: bool | None = None) -> Ranks:
+    def start(
+        cls, device: str = "auto", *, timeout_s: float = 600.0, sharded: bool | None = None,
+        axes: Mapping[str, int | None] | None = None,
+    ) -> Ranks:
         """Join the process group that torchrun's variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
 
         Args:
             device: auto, cpu or cuda; cuda takes device number LOCAL_RANK.
             timeout_s: a collective that waits longer for another rank raises.
             sharded: make a process group even for one process, as FSDP2's mixed precision needs; None: on a GPU only.
+            axes: of the mesh, as `Mesh.of` takes them.
         Raises:
-            ConfigError: a device that is not here.
+            ConfigError: a device that is not here, or axes that give another number of processes.
         """
-        rank, mesh = int(os.environ.get("RANK", "0")), Mesh.of(int(os.environ.get("WORLD_SIZE", "1")))
+        rank, mesh = int(os.environ.get("RANK", "0")), Mesh.of(int(os.environ.get("WORLD_SIZE", "1")), **(axes or {}))
         where = _device(device)
         sharded = where.type == "cuda" if sharded is None else sharded
         if mesh.world == 1 and not sharded:
@@ -133,9 +148,7 @@ class Ranks:
         dist.init_process_group(
             backend, timeout=timedelta(seconds=timeout_s), device_id=where if where.type == "cuda" else None, **alone
         )
-        # Only the shard axis is longer than 1 today; an axis of size 1 would cost a process group and change nothing.
-        fsdp_mesh = init_device_mesh(where.type, (mesh.shard,), mesh_dim_names=("shard",))
-        return cls(rank, mesh, where, fsdp_mesh, timeout_s=timeout_s)
+        return cls(rank, mesh, where, mesh.on_devices(where.type), timeout_s=timeout_s)
 
     def beside(self) -> Ranks:
         """The same ranks over another group, for a thread beside training: in one group, collectives of two threads

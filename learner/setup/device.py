@@ -17,7 +17,7 @@ log = logging.getLogger("streamrl.learner")
 
 def start_ranks(run: RunConfig, learner: LearnerConfig) -> Ranks:
     """Join the other learner processes, if there are any."""
-    ranks = Ranks.start(run.device, timeout_s=learner.rank_timeout_s)
+    ranks = Ranks.start(run.device, timeout_s=learner.rank_timeout_s, axes=vars(learner.mesh))
     limit_gpu_memory(learner.gpu_memory_share, ranks.device)
     if ranks.device.type == "cpu":
         keep_freed_memory()

@@ -25,7 +25,15 @@ from learner.model.config_file import model_config
 from learner.setup.model_hub import find_models
 from streamrl.config.eval_sets import EvalSet, eval_sets, longest_sequence
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, largest_eta, largest_max_lag, steps_per_batch, tracker_names
-from streamrl.config.schema import Config, CriticConfig, DistillConfig, LoraBase, PolicyConfig, ReferenceConfig
+from streamrl.config.schema import (
+    Config,
+    CriticConfig,
+    DistillConfig,
+    LoraBase,
+    MeshConfig,
+    PolicyConfig,
+    ReferenceConfig,
+)
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, TaskError
 from streamrl.extension import import_attribute
@@ -51,6 +59,7 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
         TaskError: the task cannot be made, or one of its records cannot be played.
     """
     check_trackers(tracker_names(config))
+    _check_mesh(config)
     if config.launch.num_actors and ":" in config.actors.engine:
         import_attribute(config.actors.engine, setting="actors.engine")
     if config.policy.lora.base_quantization is not LoraBase.none:
@@ -251,6 +260,13 @@ def _check_tensor_parallel(config: Config) -> None:
             f"actors.vllm.tensor_parallel_size={size} does not divide the heads of {model}, which has {heads} for "
             f"queries and {kv_heads} for keys and values: set it to one of {', '.join(map(str, fitting))}."
         )
+
+
+def _check_mesh(config: Config) -> None:
+    if config.learner.mesh != MeshConfig():
+        from learner.ranks.mesh import Mesh
+
+        Mesh.of(config.launch.num_learner_ranks, **vars(config.learner.mesh))
 
 
 def _check_vllm_heads(config: Config) -> None:

@@ -25,7 +25,18 @@ WireDtype = StrEnum("WireDtype", ["auto", "float32", "bfloat16"])
 
 
 @dataclass
+class MeshConfig:
+    replicate: int = ranged(1, gt=0)
+    """Copies of the sharded model, which add gradients up once a step: 2 where the ranks of each of two machines hold a
+    copy, so that only gradients cross between them. It must divide `launch.num_learner_ranks`."""
+    shard: int | None = ranged(None, gt=0)
+    """Ranks that share one copy (FSDP2); null is all that `learner.mesh.replicate` leaves."""
+
+
+@dataclass
 class LearnerConfig:
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """How the learner's ranks divide the model."""
     num_minibatches: int = ranged(1, ge=1)
     """K: equal parts of a batch, in whole groups, that get an optimizer step each; it must divide
     `rollout.num_prompts_per_step`."""

@@ -288,7 +288,7 @@ REMEDIES: dict[str, str] = {
     "does not match its own digest": "the checkpoint is damaged: the newest good one is taken by itself",
     "… is missing": "the checkpoint is incomplete: the newest good one is taken by itself",
     "the manifest says": "the checkpoint is damaged: the newest good one is taken by itself",
-    "only sharding by rows is written": "a bug: please report it",
+    "only blocks are written": "a bug: please report it",
     "it can be saved by one learner rank only": "`launch.num_learner_ranks=1`, or another optimizer",
     "it belongs to another model": "resume with the `policy.model_path` of the run",
     "in the checkpoint and … here: another model": "resume with the `policy.model_path` of the run",

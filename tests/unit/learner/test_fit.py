@@ -17,6 +17,7 @@ from learner.fit.estimate import GIB, RESERVED, Uncounted, job_of, num_parameter
 from learner.fit.live_bytes import ACTIVATIONS, LOGITS, LiveBytes
 from learner.fit.models import PUBLISHED, config_of_model
 from learner.fit.stand_ins import QUANTIZED_BYTES
+from learner.ranks.mesh import Mesh
 from streamrl.config.schema import LoraBase, LoraConfig, OptimizerConfig, PolicyConfig
 from streamrl.errors import ConfigError
 from tests.unit.config.setting_harness import config_of
@@ -64,7 +65,7 @@ def test_the_states_of_a_rank_are_those_of_its_parameters():
 
 @pytest.mark.parametrize(("policy", "ranks"), [(PolicyConfig(gradient_checkpointing=True), 4), (LORA, 1)])
 def test_two_depths_tell_what_counting_every_layer_does(policy, ranks):
-    job, model = a_job(on_gpu=True, policy=policy, num_ranks=ranks), small(num_hidden_layers=12)
+    job, model = a_job(on_gpu=True, policy=policy, mesh=Mesh(shard=ranks)), small(num_hidden_layers=12)
     line, whole = rank_memory(job, model), rank_memory(job, model, whole_depth=True)
     assert line.total - RESERVED == pytest.approx(whole.total - RESERVED, rel=0.01) and line.trained == whole.trained
 

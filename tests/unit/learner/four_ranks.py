@@ -1,0 +1,64 @@
+"""What a learner does in the tests of the mesh: four ranks under torchrun, or called in the test's own process for one.
+
+    argv: directory, axes as `replicate=2`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from learner.model.policy import load_policy
+from learner.publish.publisher import Publisher
+from learner.ranks.mesh import Ranks
+from streamrl.messages import VersionRef
+from streamrl.weights.shm.transport import ShmPublisher
+from tests.unit.learner import two_ranks
+
+FAMILIES = ("qwen3", "llama", "mistral")
+
+
+def publish(work: Path, folder: Path, ranks: Ranks) -> None:
+    """The digests of the starting weights as they are published."""
+    policy = load_policy(work / "model", ranks=ranks)
+    shm = ShmPublisher(folder / "documents", "ranks", keep_versions=2) if ranks.rank == 0 else None
+    publisher = Publisher(
+        list(policy.model.named_parameters()), wire_dtype=torch.bfloat16, bucket_bytes=512, shm=shm, ranks=ranks
+    )
+    published = publisher.publish(VersionRef(1, 0))
+    if published is not None and shm is not None:
+        (folder / "digests").write_text("\n".join(digest.hex() for digest in published.manifest.digests))
+        shm.close()
+
+
+def run(folder: Path, where: str, ranks: Ranks, *, resumes: str = "") -> None:
+    """All of it into directories of each family; `resumes` names those with the checkpoints to go on from."""
+    for family in FAMILIES:
+        work, mine = folder / family, folder / family / where
+        two_ranks.train(work, mine, ranks)
+        publish(work, mine, ranks)
+        two_ranks.train(work, mine / "lora", ranks, two_ranks.LORA)
+        if resumes:
+            two_ranks.resume(work, mine / "resumed", ranks, run=work / resumes / "run")
+            two_ranks.resume(work, mine / "own", ranks, run=mine / "run")
+            lora = work / resumes / "lora" / "run"
+            two_ranks.resume(work, mine / "lora-resumed", ranks, run=lora, lora=two_ranks.LORA)
+        if family == FAMILIES[0]:
+            two_ranks.muon(work, mine / "muon", ranks)
+            two_ranks.minibatches(work, mine / "minibatches", ranks, once=bool(resumes))
+            two_ranks.valued(work, mine / "valued", ranks)
+
+
+def main(folder: Path, where: str, axes: Mapping[str, int]) -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks.start("cpu", timeout_s=60, axes=axes)
+    run(folder, where, ranks, resumes="one")
+    ranks.close()
+
+
+if __name__ == "__main__":
+    named = [word.split("=") for word in sys.argv[3:]]
+    main(Path(sys.argv[1]), sys.argv[2], {axis: int(size) for axis, size in named})
