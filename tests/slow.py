@@ -75,6 +75,7 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_a_second_learner_on_a_living_run_is_refused": "two learners; unit/learner/test_run_lock.py has the lock",
         "test_an_actor_that_outlived_its_learner_joins_another_run_at_the_same_address": "two runs, one learner killed",
     },
+    "flow/test_mesh_runs.py": "launched runs of four ranks, resumed twice; unit/learner/test_mesh.py has the layouts",
     "flow/test_openenv.py": "a launched run beside a server; unit/envs/adapters/test_openenv.py has our side",
     "flow/test_search.py": "three launched runs",
     "flow/test_supervised.py": {
@@ -174,6 +175,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     "unit/learner/test_tiny_model.py": {
         "test_the_error_phase_brings_a_good_model_down_to_what_was_asked_for": "a warm start of two phases",
     },
+    "unit/learner/test_four_ranks.py": "four ranks in each layout beside one process",
     "unit/learner/test_two_ranks.py": "two ranks with FSDP2 beside one process; two ranks publish in `make test`",
     "unit/metrics/test_real_trackers.py": {
         "test_wandb_writes_a_record_that_can_be_synced": "wandb starts a process of its own",

@@ -28,6 +28,7 @@ def publish(work: Path, folder: Path, ranks: Ranks) -> None:
     publisher = Publisher(
         list(policy.model.named_parameters()), wire_dtype=torch.bfloat16, bucket_bytes=512, shm=shm, ranks=ranks
     )
+    assert not publisher.gathers, "each rank writes its own rows"
     published = publisher.publish(VersionRef(1, 0))
     if published is not None and shm is not None:
         (folder / "digests").write_text("\n".join(digest.hex() for digest in published.manifest.digests))

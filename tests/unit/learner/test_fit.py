@@ -63,6 +63,14 @@ def test_the_states_of_a_rank_are_those_of_its_parameters():
     assert two["moments"] < 0.51 * one["moments"] and two["gathered weights and gradients"] > 0
 
 
+def test_copies_of_the_model_are_counted_as_they_are_held():
+    words = ("launch.num_learner_ranks=4", "rollout.num_prompts_per_step=4")
+    two, copied = (rank_memory(a_job(*more), small()) for more in (
+        ("launch.num_learner_ranks=2",), (*words, "learner.mesh.replicate=2")))
+    assert copied.kinds["moments"] == two.kinds["moments"] and copied.total == pytest.approx(two.total, rel=0.01)
+    assert copied.trained == two.trained == num_parameters(small())
+
+
 @pytest.mark.parametrize(("policy", "ranks"), [(PolicyConfig(gradient_checkpointing=True), 4), (LORA, 1)])
 def test_two_depths_tell_what_counting_every_layer_does(policy, ranks):
     job, model = a_job(on_gpu=True, policy=policy, mesh=Mesh(shard=ranks)), small(num_hidden_layers=12)

@@ -11,7 +11,7 @@ from learner.objective.objective import Objective
 from learner.objective.plan import BatchPlan
 from learner.ranks.mesh import Coordinates, Mesh, Ranks
 from streamrl.config.schema import AdvantageConfig, LossConfig
-from streamrl.errors import ContentError
+from streamrl.errors import ConfigError, ContentError
 from tests.unit.hub.ledger.test_batches import held
 from tests.unit.learner.learner_factories import batch, plan_of
 
@@ -47,8 +47,12 @@ def test_every_place_is_taken_once_and_each_share_and_each_shard_has_one_first_r
 
 
 def test_axes_that_do_not_divide_the_number_of_processes_are_refused():
-    with pytest.raises(ValueError, match="6 learner processes cannot form a mesh of replicate=1, context=2, tensor=2"):
+    with pytest.raises(ValueError, match="6 learner processes cannot form a learner.mesh of replicate=1, context=2, "):
         Mesh.of(6, context=2, tensor=2)
+    for shard in (1, 3, 4):
+        with pytest.raises(ConfigError, match=f"4 .* replicate=2, shard={shard}, .*num_learner_ranks to {2 * shard}, "):
+            Mesh.of(4, replicate=2, shard=shard)
+    assert Mesh.of(4, replicate=2, shard=2) == Mesh.of(4, replicate=2)
 
 
 def test_a_batch_is_split_by_data_parallel_rank_and_not_by_process():

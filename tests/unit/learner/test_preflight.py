@@ -93,6 +93,13 @@ MISTAKES = {
     "minibatches with fewer groups than ranks": (
         [QUICKSTART, "learner.num_minibatches=16", "launch.num_learner_ranks=2"], "every rank needs one of each",
     ),
+    "copies of a model that do not divide the ranks": (
+        [QUICKSTART, "learner.mesh.replicate=2"], "set launch.num_learner_ranks to a multiple of 2, or change an axis",
+    ),
+    "axes that make other ranks": (
+        [QUICKSTART, "learner.mesh.replicate=2", "learner.mesh.shard=3", "launch.num_learner_ranks=4"],
+        "set launch.num_learner_ranks to 6",
+    ),
     "versions inside a batch that has none": (
         [QUICKSTART, "publish.when=every_optimizer_step"], "set learner.num_minibatches or learner.num_epochs",
     ),
