@@ -99,8 +99,9 @@ def job_of(config: Sections, *, longest: int, on_gpu: bool) -> Job:
     wish = config.publish.beside_training
     beside = wish is BesideTraining.always or (wish is BesideTraining.auto and on_gpu)
     return Job(
-        config.policy, mesh, on_gpu, dtype, longest=longest,
-        tokens=min(learner.max_tokens_per_device, max(longest, batch // mesh.dp_size)), chunk_tokens=learner.logprob_chunk_tokens, flash=learner.attention.name != _SDPA,
+        config.policy, mesh, on_gpu, dtype, longest=longest, chunk_tokens=learner.logprob_chunk_tokens,
+        tokens=min(learner.max_tokens_per_device, max(longest, batch // mesh.dp_size)),
+        flash=learner.attention.name != _SDPA,
         reduce_once=learner.reduce_once, frozen_copies=tuple(copies),
         critic_model=find_estimator(config.advantage.estimator).needs_critic and config.critic.kind is CriticKind.model,
         snapshot=wire_dtype(config.publish.dtype, device) if beside else None,
