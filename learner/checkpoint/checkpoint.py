@@ -184,7 +184,7 @@ def _write_mine(
     """Sizes and digests of this rank's files, or the error."""
     try:
         paths = [draft / _shard_name(ranks.rank, ranks.mesh.world)]
-        write_shards(paths[0], tensors if ranks.mesh.is_first_of_shard(ranks.rank) else ())
+        write_shards(paths[0], tensors, ranks)
         for name in sorted(blobs):
             paths.append(draft / f"{name}.bin")
             paths[-1].write_bytes(blobs[name])

@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from learner.checkpoint.shards import local_box
+from learner.checkpoint.shards import Box, local_box
 from learner.ranks.mesh import Ranks, local_part
 from streamrl.architectures.miniature import first_layers
 from streamrl.errors import ConfigError
@@ -144,7 +143,7 @@ class ModelFiles:
             if not local.numel():
                 continue
             if box.shape:
-                rows = self._slice(name)[box.offset[0] : box.offset[0] + box.shape[0]]
+                rows = self._slice(name)[tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))]
             else:
                 rows = self._file(self._place[name]).get_tensor(name)
             self.nbytes_read += rows.nbytes
@@ -172,13 +171,10 @@ def spread(whole: nn.Module | None, model: nn.Module, ranks: Ranks) -> None:
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=ranks.device)
         if held:
             full.copy_(held[name])
-        if isinstance(tensor, DTensor):
-            local.copy_(local_part(distribute_tensor(full, tensor.device_mesh, tensor.placements)))
-        elif ranks.mesh.world > 1:
+        if ranks.mesh.world > 1:
             dist.broadcast(full, 0)
-            local.copy_(full)
-        else:
-            local.copy_(full)
+        box = local_box(tensor)
+        local.copy_(full[box.within(Box((0,) * tensor.dim(), tuple(tensor.shape)))])
 
 
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -54,7 +54,7 @@ class Saving:
             write_checkpoint(self._run_dir, version, tensors, self._ranks, **options)
             self._durable(version)
         else:
-            copy = copied(tensors if self._ranks.mesh.is_first_of_shard(self._ranks.rank) else ())
+            copy = copied(tensors, self._ranks)
             self._beside.start(partial(write_checkpoint, self._run_dir, version, copy, **options))
             self._unsaved = version
         self.version = version

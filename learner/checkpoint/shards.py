@@ -23,9 +23,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from learner.ranks.mesh import local_part
+from learner.ranks.mesh import Ranks, local_part
 from streamrl.errors import CheckpointError
 
 
@@ -54,11 +54,12 @@ def local_box(tensor: Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
     mesh, first, size = tensor.device_mesh, [0] * tensor.dim(), list(tensor.shape)
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            part = math.ceil(size[placement.dim] / mesh.size(axis))
-            start = min(mesh.get_local_rank(axis) * part, size[placement.dim])
-            first[placement.dim], size[placement.dim] = start, min(part, size[placement.dim] - start)
+    for axis, placement in reversed(list(enumerate(tensor.placements))):  # FSDP2 divides last, and its axis comes first
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            part = math.ceil(size[dim] / mesh.size(axis))
+            start = min(mesh.get_local_rank(axis) * part, size[dim])
+            first[dim], size[dim] = first[dim] + start, min(part, size[dim] - start)
         elif not placement.is_replicate():
             raise CheckpointError(f"cannot save a tensor placed as {tensor.placements}: only blocks are written")
     return Box(tuple(first), tuple(size))
@@ -110,10 +111,12 @@ class Copied:
 
 
 @torch.no_grad()
-def copied(tensors: Iterable[tuple[str, Tensor]]) -> Copied:
+def copied(tensors: Iterable[tuple[str, Tensor]], ranks: Ranks) -> Copied:
     """Copy this rank's blocks to the host, from a GPU at the rate of pinned memory: training may go on."""
     blocks, cuda = [], False
     for key, tensor in tensors:
+        if not ranks.owns(tensor):
+            continue
         block = Block.of(tensor.detach())
         cuda = cuda or block.part.is_cuda
         target = torch.empty(block.part.shape, dtype=block.part.dtype, pin_memory=block.part.is_cuda)
@@ -146,12 +149,13 @@ def _checked_state(state: str, value: Tensor, parameter: Tensor) -> Tensor:
     return value
 
 
-def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]] | Copied) -> None:
-    """This rank's blocks, and its random generators, in one safetensors file."""
+def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]] | Copied, ranks: Ranks) -> None:
+    """This rank's blocks, and its random generators, in one safetensors file; of a block that several hold, one's."""
     held = isinstance(tensors, Copied)
     parts: dict[str, Tensor] = dict(tensors.generators if held else generator_states())
     boxes: dict[str, Any] = {}
-    for key, block in tensors.blocks if held else ((key, Block.of(tensor)) for key, tensor in tensors):
+    own = tensors.blocks if held else ((key, Block.of(tensor)) for key, tensor in tensors if ranks.owns(tensor))
+    for key, block in own:
         if math.prod(block.whole) and 0 in block.box.shape:
             continue  # this rank got no rows of a small tensor
         parts[key] = block.part

@@ -123,6 +123,8 @@ def rank_memory(job: Job, model_config: Any, *, whole_depth: bool = False) -> Ra
     depths = [depth] if whole_depth or not alike or depth <= _DEPTHS[1] else list(_DEPTHS)
     try:
         found = [step_peaks(job, _with_layers(model_config, count, depth)) for count in depths]
+    except ConfigError:
+        raise
     except Exception as error:  # of the model's own code, such as a choice that depends on numbers
         raise Uncounted(f"the memory of {model_config.model_type} cannot be counted: {describe(error)}") from error
     (peaks, trained), (more, more_trained) = found[0], found[-1]
@@ -132,8 +134,9 @@ def rank_memory(job: Job, model_config: Any, *, whole_depth: bool = False) -> Ra
     kinds = whole[phase] | ({"CUDA context and libraries (assumed)": RESERVED} if job.on_gpu else {})
     trained += round((more_trained - trained) * factor)
     moments = kinds.get("moments", 0)
-    beside = job.on_gpu  # `checkpoint.beside_training`; pinned memory comes in powers of two: measured 1.2 to 1.4
-    return RankMemory(phase, kinds, trained * job.mesh.shard, round(1.3 * (4 * trained + moments)) if beside else 0)
+    copied = 4 * trained / (job.mesh.shard * job.mesh.tensor) + moments if job.on_gpu else 0
+    # `checkpoint.beside_training`; pinned memory comes in powers of two: measured 1.2 to 1.4
+    return RankMemory(phase, kinds, trained, round(1.3 * copied))
 
 
 def num_parameters(model_config: Any) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from learner.checkpoint.model_files import materialize
@@ -71,13 +72,30 @@ def fake_ranks(mesh: Mesh, *, sharded: bool) -> Iterator[Ranks]:
 
     dist.init_process_group("fake", rank=0, world_size=mesh.world, store=FakeStore())
     try:
-        yield Ranks(0, mesh, torch.device("cpu"), mesh.on_devices("cpu"))
+        with _meshes_of_numbers():
+            yield Ranks(0, mesh, torch.device("cpu"), mesh.on_devices("cpu"))
     finally:
         dist.destroy_process_group()
 
 
+@contextmanager
+def _meshes_of_numbers() -> Iterator[None]:
+    """Inside, FSDP2 may join its axis and the tensor axis: it looks into a tensor of ranks, which must not be fake."""
+    join = DeviceMesh._concatenate
+
+    def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return join(meshes)
+
+    DeviceMesh._concatenate = staticmethod(joined)
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(join)
+
+
 def step_peaks(job: Job, model_config: Any) -> tuple[dict[str, Counter[str]], int]:
-    """Bytes by kind at the peak of every phase of a step, and the number of trained weights that this rank holds."""
+    """Bytes by kind at the peak of every phase of a step, and the number of weights that are trained."""
     vocabulary, plain = int(model_config.get_text_config().vocab_size), replace(job, policy=PolicyConfig())
     # Without a device first: what peft does to layers cannot be done to fake tensors.
     model, others = _model(job, model_config), [_model(plain, model_config, dtype) for dtype in job.frozen_copies]
@@ -109,7 +127,7 @@ def step_peaks(job: Job, model_config: Any) -> tuple[dict[str, Counter[str]], in
         live.begin("optimizer")
         optimizer.step()
         del more
-        return live.peaks(), sum(local_part(p).numel() for p in trained)
+        return live.peaks(), sum(p.numel() for p in trained)
 
 
 def _model(job: Job, model_config: Any, dtype: torch.dtype = torch.float32) -> Any:

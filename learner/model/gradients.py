@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from learner.model.optimizer import Schedule
 from learner.ranks.mesh import Ranks, local_part
@@ -71,11 +70,11 @@ class GradientCosine:
         parts = [local_part(one) for one in gradients]
         found = None
         if self._before and norm and self._norm:
-            sharded = whole = 0.0
-            for one, part, before in zip(gradients, parts, self._before, strict=True):
-                product = float((part * before).sum(dtype=torch.float64))
-                sharded, whole = (sharded + product, whole) if isinstance(one, DTensor) else (sharded, whole + product)
-            found = (ranks.sum_over_shards(sharded) + whole) / (norm * self._norm)
+            products = [
+                float((part * before).sum(dtype=torch.float64))
+                for one, part, before in zip(gradients, parts, self._before, strict=True) if ranks.owns(one)
+            ]
+            found = ranks.add(sum(products)) / (norm * self._norm)
         self._before, self._norm = [part.clone() for part in parts], norm
         return found
 
@@ -119,13 +118,12 @@ def reduce_gradients(module: nn.Module, now: bool) -> None:
 
 
 def grad_norm(gradients: list[Tensor], ranks: Ranks) -> float:
-    """Euclidean norm over all gradients, each shard counted once; a collective call."""
-    sharded = _sum_of_squares([local_part(g) for g in gradients if isinstance(g, DTensor)])
-    whole = _sum_of_squares([g for g in gradients if not isinstance(g, DTensor)])
-    return math.sqrt(ranks.sum_over_shards(sharded) + whole)
+    """Euclidean norm over all gradients, each part counted once; a collective call.
 
-
-def _sum_of_squares(tensors: list[Tensor]) -> float:
-    """Norms in the tensors' own precision, accumulated over tensors in float64."""
-    parts = [tensor for tensor in tensors if tensor.numel()]
-    return float(torch.stack(torch._foreach_norm(parts)).double().square().sum()) if parts else 0.0
+    Norms are taken in the gradients' own precision and added up over them in float64.
+    """
+    owned = [local_part(gradient) for gradient in gradients if ranks.owns(gradient)]
+    parts = [part for part in owned if part.numel()]
+    return math.sqrt(ranks.add(
+        float(torch.stack(torch._foreach_norm(parts)).double().square().sum()) if parts else 0.0
+    ))

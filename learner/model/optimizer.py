@@ -274,13 +274,14 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay spares vectors (norms and biases)."""
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    """Weight decay spares vectors (norms and biases). What is divided over other axes gets groups of its own, as an
+    operator over several tensors takes those of one mesh."""
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.dim() <= 1, mesh), []).append(parameter)
+    ordered = sorted(groups.items(), key=lambda item: item[0][0])
+    return [{"params": held, "weight_decay": 0.0 if spared else weight_decay} for (spared, _), held in ordered]
 
 
 def _hidden_matrices(module: nn.Module) -> list[nn.Parameter]:

@@ -32,6 +32,7 @@ from learner.model.attention.packed import ATTENTION, decoder_of, packed_states,
 from learner.model.scoring.logit_rule import PLAIN, LogitRule
 from learner.model.scoring.logprob_head import inspect_tokens, mass_below, score_tokens
 from learner.model.scoring.self_check import NotExact, prepare, why_not_shared
+from learner.model.tensor_parallel import split_model
 from learner.ranks.mesh import Ranks
 from streamrl.architectures.rope import fix_rope
 from streamrl.config.schema import LearnerConfig
@@ -192,6 +193,10 @@ def assemble(
     _set_passes(policy, attention, compile_with)
     if adapt is not None:
         adapt(policy)
+    if ranks.mesh.tensor > 1 and ranks.device_mesh is not None:
+        if compile_with is not None:
+            raise ConfigError("learner.compile=true does not know learner.mesh.tensor: leave one of them out.")
+        split_model(model, ranks.device_mesh["tensor"])
     if gradient_checkpointing:
         _recompute_layers(model)
     if ranks.fsdp_mesh is None:

@@ -176,8 +176,7 @@ class Publisher:
         with file:
             try:
                 named = [(name, tensor) for (name, _), tensor in zip(self._parameters, tensors, strict=True)]
-                writes = ranks.mesh.is_first_of_shard(ranks.rank)  # copies hold the same bytes
-                parts = parts_of(named, self.layout, ranks.rank) if writes else []
+                parts = parts_of(named, self.layout, ranks)
                 self.num_bytes_written = write_parts(parts, self._wire_dtype, file, self._download, fold)
             except Exception as error:  # whatever it is: the other ranks wait for the last part
                 failure = error

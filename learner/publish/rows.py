@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from learner.checkpoint.shards import local_box
-from learner.ranks.mesh import local_part
+from learner.ranks.mesh import Ranks, local_part
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout
 from streamrl.weights.document import HEADER_BYTES, PROBE_BYTES, digest_all, unpack_header
@@ -41,23 +41,25 @@ class Part:
         return tensor.detach().to(dtype).reshape(-1)
 
 
-def parts_of(parameters: Sequence[tuple[str, Any]], layout: Layout, rank: int) -> list[Part]:
-    """This rank's parts, in the order of the document; what is not sharded is rank 0's."""
+def parts_of(parameters: Sequence[tuple[str, Any]], layout: Layout, ranks: Ranks) -> list[Part]:
+    """This rank's parts, in the order of the document; of a part that several hold, one's."""
     found = []
     for (_, parameter), (spec, offset) in zip(parameters, tensor_offsets(layout), strict=True):
+        if not ranks.owns(parameter):
+            continue
         if isinstance(parameter, DTensor):
             box, local = local_box(parameter), local_part(parameter.detach())
             if local.numel():
                 found.append(Part(offset + box.offset[0] * (tensor_nbytes(spec) // spec.shape[0]), local))
-        elif rank == 0:
+        else:
             found.append(Part(offset, parameter))
     return found
 
 
 def sharded_by_rows(parameters: Sequence[tuple[str, Any]]) -> bool:
     """Whether every tensor that is sharded at all is sharded so that a rank's part is consecutive bytes."""
-    usual = ((Shard(0),), (Replicate(), Shard(0)))
-    return all(p.placements in usual for _, p in parameters if isinstance(p, DTensor))
+    placements = [placement for _, p in parameters if isinstance(p, DTensor) for placement in p.placements]
+    return all(getattr(placement, "dim", 0) == 0 for placement in placements)
 
 
 class SharedFile:

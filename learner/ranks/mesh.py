@@ -16,10 +16,10 @@ tensors of numbers travel: object collectives pickle.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,11 +65,13 @@ class Mesh:
         return cls(replicate, world // rest, context, tensor)
 
     def on_devices(self, kind: str) -> DeviceMesh:
-        """What FSDP2 shards over, of the process group that was made; an axis of size 1 would cost a group of its own
-        and change nothing. A collective call."""
-        if self.replicate == 1:
-            return init_device_mesh(kind, (self.shard,), mesh_dim_names=("shard",))
-        return init_device_mesh(kind, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
+        """The axes over which parameters are divided, of the process group that was made; a collective call.
+
+        An axis of size 1 would cost a group of its own and change nothing, but for the one that FSDP2 needs.
+        """
+        axes = {axis: getattr(self, axis) for axis in ("replicate", "shard", "tensor")}
+        axes = {axis: size for axis, size in axes.items() if size > 1 or axis == "shard"}
+        return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     @property
     def world(self) -> int:
@@ -95,10 +97,10 @@ class Mesh:
         at = self.coordinates(rank)
         return at.context == at.tensor == 0
 
-    def is_first_of_shard(self, rank: int) -> bool:
-        """One rank of those with the same parameters: it writes them, and their norm counts."""
+    def is_first_with(self, rank: int, axes: Iterable[str]) -> bool:
+        """One rank of those with the same part of what is divided over these axes: it writes and counts it."""
         at = self.coordinates(rank)
-        return at.replicate == at.context == 0
+        return not any(place for axis, place in zip(at._fields, at, strict=True) if axis not in axes)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Ranks:
         rank: 0 .. world - 1; rank 0 talks to the hub and writes what is written once.
         mesh: the layout of all ranks.
         device: where this rank computes.
-        fsdp_mesh: what FSDP2 shards over; None in a lone process that does not shard.
+        device_mesh: the axes over which parameters are divided; None in a lone process that does not shard.
         activity: what this process does at the moment, for those who watch it.
         timeout_s: a collective that waits longer for another rank raises.
         group: of the collectives below; None is all ranks' own.
@@ -118,7 +120,7 @@ class Ranks:
     rank: int = 0
     mesh: Mesh = Mesh()
     device: torch.device = torch.device("cpu")
-    fsdp_mesh: DeviceMesh | None = None
+    device_mesh: DeviceMesh | None = None
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
     timeout_s: float = 600.0
     group: dist.ProcessGroup | None = None
@@ -157,6 +159,20 @@ class Ranks:
             return self
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
         return replace(self, device=torch.device("cpu"), group=group, activity=Activity())
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh | None:
+        """The axes that FSDP2 knows."""
+        axes = self.device_mesh.mesh_dim_names if self.device_mesh is not None else None
+        return self.device_mesh[axes[:-1]] if axes and axes[-1] == "tensor" else self.device_mesh
+
+    def owns(self, tensor: Any) -> bool:
+        """Whether it is this rank, of all that hold the same part of a tensor, that writes it and counts it."""
+        axes: tuple[str, ...] = ()
+        if isinstance(tensor, _dtensor()):
+            pairs = zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True)
+            axes = tuple(axis for axis, placement in pairs if not placement.is_replicate())
+        return self.mesh.is_first_with(self.rank, axes)
 
     @property
     def dp_rank(self) -> int:
@@ -237,9 +253,9 @@ class Ranks:
                 dist.all_reduce(values, group=self.group)
         return values
 
-    def sum_over_shards(self, value: float) -> float:
-        """The sum over the parts of the model in float64, each counted once."""
-        return self._reduce([value if self.mesh.is_first_of_shard(self.rank) else 0.0])[0]
+    def add(self, value: float) -> float:
+        """The sum over all ranks in float64."""
+        return self._reduce([value])[0]
 
     def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
         if self.mesh.world == 1:
@@ -252,9 +268,13 @@ class Ranks:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, _dtensor()) else tensor
+
+
+def _dtensor() -> type[Any]:
     from torch.distributed.tensor import DTensor  # takes longer to import than the check of a run's settings may
 
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return DTensor
 
 
 def _device(name: str) -> torch.device:

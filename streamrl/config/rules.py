@@ -297,12 +297,12 @@ def _check_adaptive(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    rollout, ranks = config.rollout, config.launch.num_learner_ranks
+    rollout, ranks = config.rollout, _num_shares(config)
     group, new_tokens = rollout.num_responses_per_prompt, rollout.train.sampling.max_new_tokens
     _need(
         ranks <= rollout.num_prompts_per_step,
-        f"launch.num_learner_ranks={ranks} exceeds rollout.num_prompts_per_step={rollout.num_prompts_per_step}: ranks "
-        "train whole groups, some would have none",
+        f"launch.num_learner_ranks={config.launch.num_learner_ranks} divides whole groups into {ranks} parts, and "
+        f"rollout.num_prompts_per_step={rollout.num_prompts_per_step} leaves some without one: use fewer ranks",
     )
     _check_minibatches(config)
     _need(
@@ -329,9 +329,14 @@ def _check_sizes(config: Config) -> None:
     )
 
 
+def _num_shares(config: Config) -> int:
+    """Parts that a batch is divided into for the learner's ranks."""
+    return config.launch.num_learner_ranks // config.learner.mesh.tensor or 1
+
+
 def _check_minibatches(config: Config) -> None:
     num, groups = config.learner.num_minibatches, config.rollout.num_prompts_per_step
-    ranks = config.launch.num_learner_ranks
+    ranks = _num_shares(config)
     _need(
         groups % num == 0,
         f"learner.num_minibatches={num} does not divide rollout.num_prompts_per_step={groups}: a minibatch is a whole "
@@ -340,7 +345,7 @@ def _check_minibatches(config: Config) -> None:
     _need(
         num == 1 or groups // num >= ranks,
         f"learner.num_minibatches={num} leaves {groups // num} of rollout.num_prompts_per_step={groups} groups to a "
-        f"minibatch, fewer than launch.num_learner_ranks={ranks}: every rank needs one of each; use fewer "
+        f"minibatch, fewer than the {ranks} learner ranks that divide it: every rank needs one of each; use fewer "
         "minibatches, or more prompts",
     )
     _need(

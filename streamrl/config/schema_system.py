@@ -30,7 +30,10 @@ class MeshConfig:
     """Copies of the sharded model, which add gradients up once a step: 2 where the ranks of each of two machines hold a
     copy, so that only gradients cross between them. It must divide `launch.num_learner_ranks`."""
     shard: int | None = ranged(None, gt=0)
-    """Ranks that share one copy (FSDP2); null is all that `learner.mesh.replicate` leaves."""
+    """Ranks that share one copy (FSDP2); null is all that the other axes leave."""
+    tensor: int = ranged(1, gt=0)
+    """Ranks that divide every matrix and train on the same groups, for layers that are too large for one device; by the
+    model's plan in transformers, and a model without one is refused. These ranks should be on one machine."""
 
 
 @dataclass

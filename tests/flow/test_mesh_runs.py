@@ -9,7 +9,7 @@ from tests.flow.processes import RunHarness
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize("axes", [("learner.mesh.replicate=2",)], ids=str)
+@pytest.mark.parametrize("axes", [("learner.mesh.replicate=2",), ("learner.mesh.tensor=2",)], ids=str)
 def test_a_run_trains_and_resumes_in_its_layout_and_in_another(harness: RunHarness, axes):
     words = ("launch.num_learner_ranks=4", "launch.num_actors=1", "policy.tiny.num_warm_start_steps=20")
     for num_steps, more in ((2, axes), (4, (*axes, "checkpoint.resume=true")), (5, ("checkpoint.resume=true",))):

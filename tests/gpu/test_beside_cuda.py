@@ -130,7 +130,7 @@ def test_a_version_is_written_from_a_snapshot_while_the_weights_change(tmp_path)
 
 def test_a_checkpoint_is_copied_to_pinned_memory():
     tensor = torch.randn(1 << 20, device=GPU)
-    copy = copied([("model/w", tensor)])
+    copy = copied([("model/w", tensor)], Ranks())
     ((_, block),) = copy.blocks
 
     assert block.part.is_pinned() and torch.equal(block.part, tensor.cpu())

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,6 +20,16 @@ from streamrl.weights.shm.transport import ShmPublisher
 from tests.unit.learner import two_ranks
 
 FAMILIES = ("qwen3", "llama", "mistral")
+MORE = ("gemma3_text", "phi3", "olmo2")
+"""Families whose plans for the tensor axis have other styles; one step of each."""
+
+
+@contextmanager
+def in_float32() -> Iterator[None]:
+    """Inside, Muon orthogonalizes in float32: in bfloat16 sums in another order differ by percents of a step."""
+    cast, torch.Tensor.bfloat16 = torch.Tensor.bfloat16, torch.Tensor.float
+    yield
+    torch.Tensor.bfloat16 = cast
 
 
 def publish(work: Path, folder: Path, ranks: Ranks) -> None:
@@ -28,7 +39,7 @@ def publish(work: Path, folder: Path, ranks: Ranks) -> None:
     publisher = Publisher(
         list(policy.model.named_parameters()), wire_dtype=torch.bfloat16, bucket_bytes=512, shm=shm, ranks=ranks
     )
-    assert not publisher.gathers, "each rank writes its own rows"
+    assert publisher.gathers == (ranks.mesh.tensor > 1), "each rank writes its own rows, unless there are columns"
     published = publisher.publish(VersionRef(1, 0))
     if published is not None and shm is not None:
         (folder / "digests").write_text("\n".join(digest.hex() for digest in published.manifest.digests))
@@ -48,15 +59,27 @@ def run(folder: Path, where: str, ranks: Ranks, *, resumes: str = "") -> None:
             lora = work / resumes / "lora" / "run"
             two_ranks.resume(work, mine / "lora-resumed", ranks, run=lora, lora=two_ranks.LORA)
         if family == FAMILIES[0]:
-            two_ranks.muon(work, mine / "muon", ranks)
+            with in_float32():
+                two_ranks.muon(work, mine / "muon", ranks)
             two_ranks.minibatches(work, mine / "minibatches", ranks, once=bool(resumes))
             two_ranks.valued(work, mine / "valued", ranks)
+
+
+def steps(folder: Path, where: str, ranks: Ranks) -> None:
+    """One step of the other families, and with an adapter."""
+    for family in MORE:
+        for name, lora in ((where, None), (f"{where}/lora", two_ranks.LORA)):
+            kit = two_ranks.start(folder / family, ranks, lora=lora)
+            first = two_ranks.train_step(kit, ranks, step=0)
+            two_ranks.write(folder / family / name, kit.policy, ranks, first)
 
 
 def main(folder: Path, where: str, axes: Mapping[str, int]) -> None:
     torch.set_num_threads(1)
     ranks = Ranks.start("cpu", timeout_s=60, axes=axes)
     run(folder, where, ranks, resumes="one")
+    if ranks.mesh.tensor > 1:
+        steps(folder, where, ranks)
     ranks.close()
 
 

@@ -69,6 +69,11 @@ def test_copies_of_the_model_are_counted_as_they_are_held():
         ("launch.num_learner_ranks=2",), (*words, "learner.mesh.replicate=2")))
     assert copied.kinds["moments"] == two.kinds["moments"] and copied.total == pytest.approx(two.total, rel=0.01)
     assert copied.trained == two.trained == num_parameters(small())
+    divided = rank_memory(a_job(*words, "learner.mesh.tensor=2"), small())
+    assert divided.trained == two.trained and divided.kinds["activations"] < 0.8 * two.kinds["activations"]
+    ends = 2 * 160 * 32 + 5 * 32  # embedding, output layer and norms are divided over two, the rest over four
+    expected = 8 * ((num_parameters(small()) - ends) / 4 + ends / 2)
+    assert divided.kinds["moments"] == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(("policy", "ranks"), [(PolicyConfig(gradient_checkpointing=True), 4), (LORA, 1)])

@@ -271,7 +271,7 @@ def test_trained_weights_that_no_module_asks_for_are_an_error_and_not_lost(model
         return policy, make_optimizer(policy, OptimizerConfig())
 
     everything, fewer = states(LORA), states(replace(LORA, target_modules=["q_proj"]))
-    write_shards(tmp_path / "shard", training_tensors(*everything))
+    write_shards(tmp_path / "shard", training_tensors(*everything), Ranks())
     read_training_tensors(ShardReader([tmp_path / "shard"]), *everything)
     with pytest.raises(CheckpointError, match="tensors that are not trained here"):
         read_training_tensors(ShardReader([tmp_path / "shard"]), *fewer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 
 from learner.hub.handlers.ranks import share_batch
 from learner.objective.objective import Objective
@@ -39,8 +40,10 @@ def test_every_place_is_taken_once_and_each_share_and_each_shard_has_one_first_r
     assert set(places) == {Coordinates(*place) for place in product(*map(range, sizes))}
     assert len(places) == mesh.world == mesh.dp_size * mesh.context * mesh.tensor
     assert [mesh.dp_ranks[rank] for rank in ranks if mesh.is_first_of_share(rank)] == list(range(mesh.dp_size))
-    shards = [(place.shard, place.tensor) for rank, place in enumerate(places) if mesh.is_first_of_shard(rank)]
-    assert sorted(shards) == list(product(range(mesh.shard), range(mesh.tensor)))
+    for axes in (("shard",), ("shard", "tensor"), ("replicate", "shard"), ()):
+        parts = [tuple(getattr(at, axis) for axis in axes) for rank, at in enumerate(places)
+                 if mesh.is_first_with(rank, axes)]
+        assert sorted(parts) == list(product(*(range(getattr(mesh, axis)) for axis in axes)))
     for one, other in product(ranks, ranks):
         same_data = places[one][:2] == places[other][:2]
         assert (mesh.dp_ranks[one] == mesh.dp_ranks[other]) is same_data
@@ -85,5 +88,5 @@ def test_sums_count_each_share_of_the_batch_and_each_part_of_the_model_once(mesh
     ranks = [Ranks(rank=rank, mesh=mesh) for rank in range(mesh.world)]
 
     assert sum(one.all_reduce([1.0])[0] for one in ranks) == mesh.dp_size
-    assert sum(one.sum_over_shards(1.0) for one in ranks) == mesh.shard * mesh.tensor
+    assert sum(one.add(float(one.owns(torch.ones(1)))) for one in ranks) == 1.0
     assert sum(one.from_rank_zero(7.0) for one in ranks) == 7.0

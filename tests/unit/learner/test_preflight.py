@@ -96,6 +96,9 @@ MISTAKES = {
     "copies of a model that do not divide the ranks": (
         [QUICKSTART, "learner.mesh.replicate=2"], "set launch.num_learner_ranks to a multiple of 2, or change an axis",
     ),
+    "tensor ranks without ranks": (
+        [QUICKSTART, "learner.mesh.tensor=4", "launch.num_learner_ranks=2"], "to a multiple of 4, or change an axis",
+    ),
     "axes that make other ranks": (
         [QUICKSTART, "learner.mesh.replicate=2", "learner.mesh.shard=3", "launch.num_learner_ranks=4"],
         "set launch.num_learner_ranks to 6",

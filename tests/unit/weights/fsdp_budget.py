@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,7 +53,7 @@ def own_mib() -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = Mesh.of(2).on_devices("cpu")
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
     for layer in model:
         fully_shard(layer, mesh=mesh)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import learner.publish.publisher as publisher_module
@@ -86,7 +85,7 @@ def change(model: torch.nn.Module, factor: float) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = Mesh.of(2).on_devices("cpu")
     ranks = Ranks(mesh.get_rank(), Mesh.of(2), torch.device("cpu"), mesh)
     here, copied = publisher_module.SharedFile, publisher_module._copied
     for way in ("rows", "gather", "snapshot", "no-room", "broken"):
