@@ -112,6 +112,13 @@ def test_a_model_that_cannot_be_divided_is_refused_by_name(family, tensor, sizes
         assemble(model, ranks, dtype=torch.float32)
 
 
+def test_a_layer_with_a_weight_of_another_form_is_not_divided():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    model.model.layers[0].self_attn.q_proj.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
+    with fake_ranks(Mesh.of(2, tensor=2), sharded=True) as ranks, pytest.raises(ConfigError, match="a Linear4bit at"):
+        assemble(model, ranks, dtype=torch.float32)
+
+
 def test_compiled_layers_are_not_divided():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
     with fake_ranks(Mesh.of(2, tensor=2), sharded=True) as ranks, pytest.raises(ConfigError, match="leave one of them"):
