@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from learner.model.optimizer import Schedule
 from learner.ranks.mesh import Ranks, local_part
@@ -94,6 +96,7 @@ def optimizer_step(
         frozen: measure and forget the gradients, but change nothing (a critic's warm-up).
     """
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    _agree(gradients, ranks)
     norm = grad_norm(gradients, ranks)
     lr = schedule.lr_at(step) * lr_scale
     skipped = not math.isfinite(norm)
@@ -106,6 +109,19 @@ def optimizer_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(norm, skipped, 0.0 if frozen else lr, turned)
+
+
+def _agree(gradients: list[Tensor], ranks: Ranks) -> None:
+    """Give what every rank of the tensor axis computes whole the gradient of one of them.
+
+    Kernels that add up in no fixed order would let the copies of a weight drift apart.
+    """
+    if ranks.mesh.tensor == 1 or ranks.device_mesh is None:
+        return
+    group = ranks.device_mesh.get_group("tensor")
+    for gradient in gradients:
+        if not isinstance(gradient, DTensor) or "tensor" not in (gradient.device_mesh.mesh_dim_names or ()):
+            dist.broadcast(local_part(gradient), group=group, group_src=0)
 
 
 def reduce_gradients(module: nn.Module, now: bool) -> None:

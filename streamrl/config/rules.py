@@ -306,6 +306,11 @@ def _check_sizes(config: Config) -> None:
     )
     _check_minibatches(config)
     _need(
+        _num_shares(config) == config.launch.num_learner_ranks or "://" not in str(config.distill.teacher),
+        f"distill.teacher={config.distill.teacher}: learner ranks that train on the same groups would each ask, and get "
+        "other answers; give the teacher's checkpoint, or divide the model by learner.mesh.shard alone",
+    )
+    _need(
         group > 1 or config.advantage.baseline in ("none", "batch") and not config.filter.zero_std,
         f"rollout.num_responses_per_prompt={group} leaves advantage.baseline={config.advantage.baseline} and "
         f"filter.zero_std={str(config.filter.zero_std).lower()} nothing to compare with: use at least 2, or "
