@@ -35,6 +35,29 @@ def check_engine(config: Config) -> None:
             )
 
 
+def check_ranks(config: Config) -> None:
+    """Raise ConfigError unless every learner rank gets groups to train on."""
+    groups, num = config.rollout.num_prompts_per_step, config.learner.num_minibatches
+    same = config.learner.mesh.tensor  # ranks that get the same groups
+    shares = config.launch.num_learner_ranks // same or 1
+    if shares > groups:
+        raise ConfigError(
+            f"launch.num_learner_ranks={config.launch.num_learner_ranks} divide rollout.num_prompts_per_step={groups} "
+            f"groups into {shares} parts: ranks train whole groups, some would have none; use fewer, or more prompts"
+        )
+    if num > 1 and groups // num < shares:
+        raise ConfigError(
+            f"learner.num_minibatches={num} leaves {groups // num} of rollout.num_prompts_per_step={groups} groups to "
+            f"a minibatch, which launch.num_learner_ranks={config.launch.num_learner_ranks} divide into {shares}: "
+            "every rank needs one of each; use fewer minibatches, or more prompts"
+        )
+    if same > 1 and "://" in str(config.distill.teacher):
+        raise ConfigError(
+            f"distill.teacher={config.distill.teacher}: learner ranks that train on the same groups would each ask "
+            "and get other answers; give the teacher's checkpoint, or divide the model by learner.mesh.shard alone"
+        )
+
+
 def check_devices(config: Config) -> None:
     """Raise ConfigError, with the setting, its value and the remedy, for the first rule that is broken."""
     launch, actors, engine = config.launch, config.actors, gpus_per_engine(config)

@@ -6,7 +6,7 @@ import re
 from dataclasses import fields, replace
 
 from streamrl.config.addresses import check_endpoint, is_address, is_loopback, is_wildcard
-from streamrl.config.devices import check_devices, check_engine
+from streamrl.config.devices import check_devices, check_engine, check_ranks
 from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import (
     AdaptiveRule,
@@ -297,19 +297,10 @@ def _check_adaptive(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    rollout, ranks = config.rollout, _num_shares(config)
+    rollout = config.rollout
     group, new_tokens = rollout.num_responses_per_prompt, rollout.train.sampling.max_new_tokens
-    _need(
-        ranks <= rollout.num_prompts_per_step,
-        f"launch.num_learner_ranks={config.launch.num_learner_ranks} divides whole groups into {ranks} parts, and "
-        f"rollout.num_prompts_per_step={rollout.num_prompts_per_step} leaves some without one: use fewer ranks",
-    )
+    check_ranks(config)
     _check_minibatches(config)
-    _need(
-        _num_shares(config) == config.launch.num_learner_ranks or "://" not in str(config.distill.teacher),
-        f"distill.teacher={config.distill.teacher}: learner ranks that train on the same groups would each ask, and get "
-        "other answers; give the teacher's checkpoint, or divide the model by learner.mesh.shard alone",
-    )
     _need(
         group > 1 or config.advantage.baseline in ("none", "batch") and not config.filter.zero_std,
         f"rollout.num_responses_per_prompt={group} leaves advantage.baseline={config.advantage.baseline} and "
@@ -334,24 +325,12 @@ def _check_sizes(config: Config) -> None:
     )
 
 
-def _num_shares(config: Config) -> int:
-    """Parts that a batch is divided into for the learner's ranks."""
-    return config.launch.num_learner_ranks // config.learner.mesh.tensor or 1
-
-
 def _check_minibatches(config: Config) -> None:
     num, groups = config.learner.num_minibatches, config.rollout.num_prompts_per_step
-    ranks = _num_shares(config)
     _need(
         groups % num == 0,
         f"learner.num_minibatches={num} does not divide rollout.num_prompts_per_step={groups}: a minibatch is a whole "
         "number of groups, as many in each; set a divisor of it",
-    )
-    _need(
-        num == 1 or groups // num >= ranks,
-        f"learner.num_minibatches={num} leaves {groups // num} of rollout.num_prompts_per_step={groups} groups to a "
-        f"minibatch, fewer than the {ranks} learner ranks that divide it: every rank needs one of each; use fewer "
-        "minibatches, or more prompts",
     )
     _need(
         config.publish.when is not PublishWhen.every_optimizer_step or steps_per_batch(config) > 1,

@@ -98,7 +98,7 @@ MISTAKES = {
     ),
     "a remote teacher that several ranks would ask": (
         [QUICKSTART, "learner.mesh.tensor=2", "launch.num_learner_ranks=2", "algorithm=distill",
-         "distill.teacher=http://127.0.0.1:1/v1"], "would each ask, and get other answers",
+         "distill.teacher=http://127.0.0.1:1/v1"], "would each ask and get other answers",
     ),
     "tensor ranks without ranks": (
         [QUICKSTART, "learner.mesh.tensor=4", "launch.num_learner_ranks=2"], "to a multiple of 4, or change an axis",
