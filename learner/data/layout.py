@@ -13,7 +13,7 @@ Legend: N packed tokens, S sequences of a block, L most tokens of one, P most to
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -65,6 +65,8 @@ class PackedLayout:
     blocks: tuple[Block, ...]
     block_index: Tensor | None  # int64 [N] place of each packed token in all blocks; None if one block is the row
     parents: tuple[int, ...] = ()  # of each sequence the one that it continues, or -1; empty if none does
+    key_places: tuple[np.ndarray, ...] = ()  # of each sequence the places of its keys; empty: those of its own tokens
+    gather: Callable[[Tensor], Tensor] | None = None  # keys of a whole row from those of this part of it
     _kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -79,7 +81,7 @@ class PackedLayout:
         """The same layout on `device`."""
         index = None if self.block_index is None else self.block_index.to(device)
         blocks = tuple(block.to(device) for block in self.blocks)
-        return PackedLayout(self.lengths, blocks, index, self.parents)
+        return replace(self, blocks=blocks, block_index=index, _kept={})
 
 
 def make_layout(lengths: Sequence[int], parents: Sequence[int] = ()) -> PackedLayout:
@@ -92,45 +94,87 @@ def make_layout(lengths: Sequence[int], parents: Sequence[int] = ()) -> PackedLa
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
-    before = [lengths[parent] if parent >= 0 else 0 for parent in parents] or [0] * len(lengths)
-    alone = [i for i, prefix in enumerate(before) if not prefix]
-    continued = [i for i, prefix in enumerate(before) if prefix]
-    block_index = np.empty(starts[-1], dtype=np.int64)  # numpy: torch's threads cost more than operations of this size
+    places = np.arange(starts[-1])
+    prefixes = [places[starts[at] : starts[at + 1]] if at >= 0 else places[:0] for at in parents or [-1] * len(lengths)]
+    blocks, index = _blocks(starts, lengths, prefixes)
+    if not any(map(len, prefixes)):
+        return PackedLayout(tuple(lengths), blocks, index)
+    return PackedLayout(tuple(lengths), blocks, index, tuple(parents), _with_own(prefixes, starts, lengths))
+
+
+def cut_layout(
+    packing: PackedLayout, first: int, last: int, *, padding: int, gather: Callable[[Tensor], Tensor]
+) -> PackedLayout:
+    """The layout of a row's tokens from `first` to `last`, whose keys are those of the whole row.
+
+    What a sequence has before its part here, and what it continues, are keys that it continues.
+
+    Args:
+        padding: single tokens behind the row.
+        gather: makes the keys of the whole row of those of this part.
+    """
+    lengths = [*packing.lengths, *[1] * padding]
+    ends = np.cumsum(lengths)
+    places, starts, sizes, prefixes = np.arange(ends[-1]), [], [], []
+    for number, (begin, end) in enumerate(zip(ends - lengths, ends, strict=True)):
+        low, high = max(int(begin), first), min(int(end), last)
+        if low < high:
+            parent = packing.parents[number] if number < len(packing.parents) else -1
+            head = places[ends[parent] - lengths[parent] : ends[parent]] if parent >= 0 else places[:0]
+            prefixes.append(np.concatenate([head, places[begin:low]]))
+            starts.append(low)
+            sizes.append(high - low)
+    blocks, index = _blocks(starts, sizes, prefixes, first=first, of_row=True)
+    return PackedLayout(tuple(sizes), blocks, index, (), _with_own(prefixes, starts, sizes), gather)
+
+
+def _with_own(
+    prefixes: Sequence[np.ndarray], starts: Sequence[int], lengths: Sequence[int]
+) -> tuple[np.ndarray, ...]:
+    return tuple(np.concatenate([prefix, np.arange(start, start + length)])
+                 for prefix, start, length in zip(prefixes, starts, lengths, strict=False))
+
+
+def _blocks(
+    starts: Sequence[int], lengths: Sequence[int], prefixes: Sequence[np.ndarray], *, first: int = 0,
+    of_row: bool = False,
+) -> tuple[tuple[Block, ...], Tensor | None]:
+    """Blocks of sequences, and the place of each token in them.
+
+    Args:
+        starts: places of the sequences in the row, of which these are the tokens from `first` on.
+        prefixes: places of the keys that each sequence has before its own.
+        of_row: keys are those of the row, and not just of these tokens.
+    """
+    before = [len(prefix) for prefix in prefixes]
+    alone = [] if of_row else [i for i, length in enumerate(before) if not length]
+    continued = [i for i, length in enumerate(before) if of_row or length]
+    total = sum(lengths)
+    block_index = np.empty(total, dtype=np.int64)  # numpy: torch's threads cost more than operations of this size
     blocks: list[Block] = []
     first_place = 0
     for members in [*_group(alone, lengths, before), *_group(continued, lengths, before)]:
-        width = max(lengths[i] for i in members)
-        begin, size, offsets = _columns(starts, lengths, members, width)
+        begin, size = (np.array([values[i] for i in members], dtype=np.int64)[:, None] for values in (starts, lengths))
+        offsets = np.arange(int(size.max()), dtype=np.int64)[None, :]
         real = offsets < size
-        sources = np.where(real, begin + offsets, begin)
-        block_index[sources[real]] = first_place + np.flatnonzero(real)
-        more = _continued(starts, lengths, parents, members, sources) if before[members[0]] else None
-        blocks.append(Block(width, torch.from_numpy(sources.reshape(-1)), more))
-        first_place += sources.size
-    identity = len(blocks) == 1 and first_place == starts[-1] and bool((block_index == np.arange(first_place)).all())
-    shares = tuple(parents) if continued else ()
-    index = None if identity else torch.from_numpy(block_index)
-    return PackedLayout(tuple(lengths), tuple(blocks), index, shares)
+        own = np.where(real, begin + offsets, begin)
+        block_index[own[real] - first] = first_place + np.flatnonzero(real)
+        more = _continued([prefixes[i] for i in members], own) if of_row or before[members[0]] else None
+        blocks.append(Block(own.shape[1], torch.from_numpy((own - first).reshape(-1)), more))
+        first_place += own.size
+    identity = len(blocks) == 1 and first_place == total and bool((block_index == np.arange(first_place)).all())
+    return tuple(blocks), None if identity and not of_row else torch.from_numpy(block_index)
 
 
-def _columns(
-    starts: Sequence[int], lengths: Sequence[int], members: Sequence[int], width: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Start [S, 1], length [S, 1] and offsets [1, width] of sequences; int64."""
-    begin, size = (np.array([values[i] for i in members], dtype=np.int64)[:, None] for values in (starts, lengths))
-    return begin, size, np.arange(width, dtype=np.int64)[None, :]
-
-
-def _continued(
-    starts: Sequence[int], lengths: Sequence[int], parents: Sequence[int], members: Sequence[int],
-    own: np.ndarray,
-) -> Continued:
-    """Keys of a block; `own` [S, L] are the packed tokens of the members."""
-    heads = [parents[i] for i in members]
-    begin, size, offsets = _columns(starts, lengths, heads, max(lengths[i] for i in heads))
+def _continued(prefixes: Sequence[np.ndarray], own: np.ndarray) -> Continued:
+    """Keys of a block; `own` [S, L] are the places of the members' tokens, `prefixes` those of the keys before."""
+    size = np.array([len(prefix) for prefix in prefixes], dtype=np.int64)[:, None]
+    offsets = np.arange(int(size.max()), dtype=np.int64)[None, :]
     real = offsets < size
     query_positions = size + np.arange(own.shape[1], dtype=np.int64)[None, :]
-    keys = np.concatenate([np.where(real, begin + offsets, begin), own], axis=1)
+    earlier = np.repeat(own[:, :1], offsets.shape[1], axis=1)
+    earlier[real] = np.concatenate(prefixes)
+    keys = np.concatenate([earlier, own], axis=1)
     return Continued(
         key_sources=torch.from_numpy(keys.reshape(-1)),
         query_positions=torch.from_numpy(query_positions),

@@ -102,8 +102,8 @@ def pack(
     longest = max((trajectories[i].num_tokens for i in trained), default=0)
     if longest > max_tokens:
         raise ConfigError(
-            f"learner.max_tokens_per_device={max_tokens} is below the longest trajectory of {longest} tokens: "
-            "raise it, or lower rollout.max_prompt_tokens or the sampling limit of new tokens."
+            f"learner.max_tokens_per_device={max_tokens} (x learner.mesh.context) is below the longest trajectory of "
+            f"{longest} tokens: raise it, or lower rollout.max_prompt_tokens or the sampling limit of new tokens."
         )
     tokens = {i: _needed(trajectories[i], actions[i], bootstrap) for i in trained}
     families = [Family((i,)) for i in trained]

@@ -88,7 +88,7 @@ def job_of(config: Sections, *, longest: int, on_gpu: bool) -> Job:
     """What of the settings a learner rank's memory depends on; `longest` as `longest_sequence` has it."""
     device, learner = torch.device("cuda" if on_gpu else "cpu"), config.learner
     dtype, rollout = compute_dtype(config.policy.dtype, device), config.rollout
-    longest = min(longest, learner.max_tokens_per_device)
+    longest = min(longest, learner.max_row_tokens)
     batch = rollout.num_prompts_per_step * rollout.num_responses_per_prompt * longest
     mesh, lora = mesh_of(config), config.policy.lora.rank is not None
     copies = []
@@ -100,7 +100,7 @@ def job_of(config: Sections, *, longest: int, on_gpu: bool) -> Job:
     beside = wish is BesideTraining.always or (wish is BesideTraining.auto and on_gpu)
     return Job(
         config.policy, mesh, on_gpu, dtype, longest=longest, chunk_tokens=learner.logprob_chunk_tokens,
-        tokens=min(learner.max_tokens_per_device, max(longest, batch // mesh.dp_size)),
+        tokens=min(learner.max_row_tokens, max(longest, batch // mesh.dp_size)),
         flash=learner.attention.name != _SDPA,
         reduce_once=learner.reduce_once, frozen_copies=tuple(copies),
         critic_model=find_estimator(config.advantage.estimator).needs_critic and config.critic.kind is CriticKind.model,
@@ -134,7 +134,7 @@ def rank_memory(job: Job, model_config: Any, *, whole_depth: bool = False) -> Ra
     kinds = whole[phase] | ({"CUDA context and libraries (assumed)": RESERVED} if job.on_gpu else {})
     trained += round((more_trained - trained) * factor)
     moments = kinds.get("moments", 0)
-    copied = 4 * trained / (job.mesh.shard * job.mesh.tensor) + moments if job.on_gpu else 0
+    copied = 4 * trained / (job.mesh.shard * job.mesh.context * job.mesh.tensor) + moments if job.on_gpu else 0
     # `checkpoint.beside_training`; pinned memory comes in powers of two: measured 1.2 to 1.4
     return RankMemory(phase, kinds, trained, round(1.3 * copied))
 

@@ -73,7 +73,7 @@ def fake_ranks(mesh: Mesh, *, sharded: bool) -> Iterator[Ranks]:
     dist.init_process_group("fake", rank=0, world_size=mesh.world, store=FakeStore())
     try:
         with _meshes_of_numbers():
-            yield Ranks(0, mesh, torch.device("cpu"), mesh.on_devices("cpu"))
+            yield Ranks(0, mesh, torch.device("cpu"), mesh.on_devices("cpu"), mesh.context_on_devices("cpu"))
     finally:
         dist.destroy_process_group()
 

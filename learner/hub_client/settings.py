@@ -104,7 +104,7 @@ def _longest_response(config: schema.Config, chosen: Iterable[tuple[schema.Confi
     longest = max(turns * new_tokens for turns, new_tokens in lengths)
     if all(turns == 1 for turns, _ in lengths):
         return longest
-    return max(config.learner.max_tokens_per_device, longest)
+    return max(config.learner.max_row_tokens, longest)
 
 
 def answer_limit(config: schema.Config) -> int:
@@ -122,7 +122,7 @@ def limits(config: schema.Config, vocab_size: int) -> Limits:
         max_new_tokens=response_limit(config), vocab_size=vocab_size,
         max_lag=FAR_FUTURE if masks else largest_max_lag(config), max_sequences=MAX_SEQUENCES,
         eval_progress_deadline_s=_progress_deadline_s(response_limit(config)),
-        max_trajectory_tokens=config.learner.max_tokens_per_device,
+        max_trajectory_tokens=config.learner.max_row_tokens,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
 
 from learner.checkpoint.model_files import (
     ModelFiles,
@@ -28,6 +29,7 @@ from learner.checkpoint.model_files import (
 from learner.data.layout import PackedLayout, make_layout
 from learner.data.token_sets import TokenSets
 from learner.model.attention.choice import choose_attention
+from learner.model.attention.context import AXIS
 from learner.model.attention.packed import ATTENTION, decoder_of, packed_states, registered
 from learner.model.scoring.logit_rule import PLAIN, LogitRule
 from learner.model.scoring.logprob_head import inspect_tokens, mass_below, score_tokens
@@ -302,8 +304,12 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 def shard(module: nn.Module, layers: Sequence[nn.Module], ranks: Ranks, dtype: torch.dtype) -> Any:
     """FSDP2: a unit per layer; the root holds embeddings, final norm and head, so its hook gathers them.
 
-    Without a mesh the module merely moves to the ranks' device.
+    Without a mesh the module merely moves to the ranks' device. Rows are cut over the ranks' context axis, if they have
+    one: the ranks along it shard the module, too, so that gradients are added up over both.
     """
+    for part in module.modules() if ranks.context is not None else ():
+        if isinstance(part, PreTrainedModel):
+            setattr(part, AXIS, ranks.context)
     if ranks.fsdp_mesh is not None:
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

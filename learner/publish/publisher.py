@@ -182,9 +182,9 @@ class Publisher:
                 failure = error
             failed, digests = ranks.maximum(float(failure is not None)), b""
             if not failed:
-                count, rank, world = len(self.layout.bucket_bytes), ranks.rank, ranks.mesh.world
+                count, at, shares = len(self.layout.bucket_bytes), ranks.dp_rank, ranks.mesh.dp_size  # what is gathered
                 try:
-                    digests = b"".join(file.digests(range(rank * count // world, (rank + 1) * count // world)))
+                    digests = b"".join(file.digests(range(at * count // shares, (at + 1) * count // shares)))
                 except OSError as error:  # rank 0 then gets too few, and says so
                     failure = error
         digests = b"".join(ranks.gather_bytes(digests))

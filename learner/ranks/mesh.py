@@ -3,7 +3,7 @@
     axis       ranks along it hold
     replicate  copies of the sharded model                data-parallel: every pair (replicate, shard)
     shard      parts of every parameter, by FSDP2         trains on groups of its own
-    context    parts of every sequence                    same data: ranks that differ only here
+    context    parts of every row, and of parameters too  same data: ranks that differ only here
     tensor     parts of every matrix                      get the same groups
 
 World size counts processes; data-parallel size counts shares of a batch: world / (context * tensor). The tensor axis
@@ -67,11 +67,19 @@ class Mesh:
     def on_devices(self, kind: str) -> DeviceMesh:
         """The axes over which parameters are divided, of the process group that was made; a collective call.
 
-        An axis of size 1 would cost a group of its own and change nothing, but for the one that FSDP2 needs.
+        Ranks of the context axis shard, too: each has a part of the gradient of every weight. An axis of size 1 would
+        cost a group of its own and change nothing, but for the one that FSDP2 needs.
         """
-        axes = {axis: getattr(self, axis) for axis in ("replicate", "shard", "tensor")}
+        axes = {"replicate": self.replicate, "shard": self.shard * self.context, "tensor": self.tensor}
         axes = {axis: size for axis, size in axes.items() if size > 1 or axis == "shard"}
         return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def context_on_devices(self, kind: str) -> dist.ProcessGroup | None:
+        """The ranks of this one's context axis, None without others; a collective call."""
+        if self.context == 1:
+            return None
+        axes = {"data": self.dp_size, "context": self.context, "tensor": self.tensor}
+        return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes)).get_group("context")
 
     @property
     def world(self) -> int:
@@ -112,6 +120,7 @@ class Ranks:
         mesh: the layout of all ranks.
         device: where this rank computes.
         device_mesh: the axes over which parameters are divided; None in a lone process that does not shard.
+        context: the ranks that rows are cut over, None without others.
         activity: what this process does at the moment, for those who watch it.
         timeout_s: a collective that waits longer for another rank raises.
         group: of the collectives below; None is all ranks' own.
@@ -121,6 +130,7 @@ class Ranks:
     mesh: Mesh = Mesh()
     device: torch.device = torch.device("cpu")
     device_mesh: DeviceMesh | None = None
+    context: dist.ProcessGroup | None = None
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
     timeout_s: float = 600.0
     group: dist.ProcessGroup | None = None
@@ -150,7 +160,8 @@ class Ranks:
         dist.init_process_group(
             backend, timeout=timedelta(seconds=timeout_s), device_id=where if where.type == "cuda" else None, **alone
         )
-        return cls(rank, mesh, where, mesh.on_devices(where.type), timeout_s=timeout_s)
+        context = mesh.context_on_devices(where.type)
+        return cls(rank, mesh, where, mesh.on_devices(where.type), context, timeout_s=timeout_s)
 
     def beside(self) -> Ranks:
         """The same ranks over another group, for a thread beside training: in one group, collectives of two threads
@@ -172,6 +183,7 @@ class Ranks:
         if isinstance(tensor, _dtensor()):
             pairs = zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True)
             axes = tuple(axis for axis, placement in pairs if not placement.is_replicate())
+            axes += ("context",) * ("shard" in axes)
         return self.mesh.is_first_with(self.rank, axes)
 
     @property

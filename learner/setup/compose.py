@@ -97,7 +97,7 @@ def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: Ex
     )
     audit = Audit(
         trainer.networks.policy, ranks, trainer.with_wire_precision, share=config.trust.audit_share,
-        seed=config.run.seed, max_lag=largest_max_lag(config), max_tokens=config.learner.max_tokens_per_device,
+        seed=config.run.seed, max_lag=largest_max_lag(config), max_tokens=config.learner.max_row_tokens,
         redraws=not isinstance(given.task.env(), DrivesGeneration),
     )
     versions = _make_versions(config, given, trainer, staleness, link, audit, shm)

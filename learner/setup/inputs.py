@@ -77,7 +77,7 @@ def open_inputs(config: Config, run_dir: Path, ranks: Ranks) -> Inputs:
     sets = fit_to_records(config, task)
     model_dir = model_directory(
         config.policy, task, ranks, seed=config.run.seed, num_threads=config.run.num_threads,
-        max_positions=config.learner.max_tokens_per_device,
+        max_positions=config.learner.max_row_tokens,
     )
     past = find_resume_state(
         run_dir, ranks, resume=config.checkpoint.resume, name=config.run.name,

@@ -76,7 +76,7 @@ def make_trainer(
     """The trainer of these networks, by the run's settings."""
     learner, policy = config.learner, config.policy
     settings = TrainerSettings(
-        max_tokens=learner.max_tokens_per_device, num_minibatches=learner.num_minibatches,
+        max_tokens=learner.max_row_tokens, num_minibatches=learner.num_minibatches,
         num_epochs=learner.num_epochs, max_grad_norm=policy.optimizer.max_grad_norm, reduce_once=learner.reduce_once,
         ewma_decay=config.loss.ewma_decay, sync_reference_every=config.reference.sync_every_steps,
         num_critic_warmup_steps=config.critic.num_warmup_steps,

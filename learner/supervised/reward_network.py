@@ -48,7 +48,7 @@ def load_reward_network(
             "its architecture; take a Llama, Qwen, Mistral or Gemma model"
         ) from error
     start = load_policy(
-        model_dir, max_tokens=learner.max_tokens_per_device, attention=learner.attention.name,
+        model_dir, max_tokens=learner.max_row_tokens, attention=learner.attention.name,
         gradient_checkpointing=gradient_checkpointing,
     )
     start.model.set_attn_implementation(registered(start.attention))

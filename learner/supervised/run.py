@@ -144,7 +144,7 @@ class Run:
         return found
 
     def packed(self, rows: list[Trajectory]) -> list[MicroBatch]:
-        return equalize(pack(rows, self.config.learner.max_tokens_per_device), self.ranks)
+        return equalize(pack(rows, self.config.learner.max_row_tokens), self.ranks)
 
     def passes(
         self, micro_batches: Sequence[MicroBatch], rows: Sequence[Trajectory], *, gradients: bool
@@ -287,7 +287,7 @@ def make_method(
     config: Config, kind: str, model_dir: Path, past: ResumeState, ranks: Ranks
 ) -> tuple[Method, torch.optim.Optimizer]:
     """The method with its networks as the starting model or the predecessor's checkpoint has them; collective."""
-    encoder, max_tokens = Encoder(model_dir, config.data), config.learner.max_tokens_per_device
+    encoder, max_tokens = Encoder(model_dir, config.data), config.learner.max_row_tokens
     if kind == "train-reward-model":
         network = load_reward_network(
             model_dir, config.learner, ranks, dtype=compute_dtype(config.policy.dtype, ranks.device),

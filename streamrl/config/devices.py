@@ -38,7 +38,7 @@ def check_engine(config: Config) -> None:
 def check_ranks(config: Config) -> None:
     """Raise ConfigError unless every learner rank gets groups to train on."""
     groups, num = config.rollout.num_prompts_per_step, config.learner.num_minibatches
-    same = config.learner.mesh.tensor  # ranks that get the same groups
+    same = config.learner.mesh.tensor * config.learner.mesh.context  # ranks that get the same groups
     shares = config.launch.num_learner_ranks // same or 1
     if shares > groups:
         raise ConfigError(

@@ -80,7 +80,7 @@ def longest_sequence(config: Config) -> int:
     """Tokens that any sequence of the run may have, prompt and answers; engines make room for them."""
     lengths = [(one.env.max_turns, sampling.max_new_tokens) for one, sampling in splits(config)]
     longest = config.rollout.max_prompt_tokens + max(turns * new_tokens for turns, new_tokens in lengths)
-    return max(longest, config.learner.max_tokens_per_device) if any(turns > 1 for turns, _ in lengths) else longest
+    return max(longest, config.learner.max_row_tokens) if any(turns > 1 for turns, _ in lengths) else longest
 
 
 def _named(config: Config, name: str, given: Any) -> EvalSet:

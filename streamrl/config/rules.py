@@ -316,12 +316,12 @@ def _check_sizes(config: Config) -> None:
         f"rollout.num_min_members={rollout.num_min_members} exceeds rollout.num_responses_per_prompt={group}",
     )
     longest = rollout.max_prompt_tokens + config.env.max_turns * new_tokens
-    budget = config.learner.max_tokens_per_device
+    budget, context = config.learner.max_tokens_per_device, config.learner.mesh.context
     _need(
-        longest <= budget,
-        f"learner.max_tokens_per_device={budget} cannot hold the longest trajectory: rollout.max_prompt_tokens="
-        f"{rollout.max_prompt_tokens} + env.max_turns={config.env.max_turns} x rollout.train.sampling."
-        f"max_new_tokens={new_tokens} = {longest}; raise the budget or lower the lengths",
+        longest <= budget * context,
+        f"learner.max_tokens_per_device={budget} on learner.mesh.context={context} ranks cannot hold the longest "
+        f"trajectory: rollout.max_prompt_tokens={rollout.max_prompt_tokens} + env.max_turns={config.env.max_turns} x "
+        f"rollout.train.sampling.max_new_tokens={new_tokens} = {longest}; raise the budget or lower the lengths",
     )
 
 

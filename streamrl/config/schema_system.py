@@ -31,6 +31,9 @@ class MeshConfig:
     copy, so that only gradients cross between them. It must divide `launch.num_learner_ranks`."""
     shard: int | None = ranged(None, gt=0)
     """Ranks that share one copy (FSDP2); null is all that the other axes leave."""
+    context: int = ranged(1, gt=0)
+    """Ranks that each compute a part of every packed row, so that a trajectory may be that much longer than the budget
+    of one; they train on the same groups. Attention gathers keys and values over them."""
     tensor: int = ranged(1, gt=0)
     """Ranks that divide every matrix and train on the same groups, for layers that are too large for one device; by the
     model's plan in transformers, and a model without one is refused. These ranks should be on one machine."""
@@ -46,7 +49,8 @@ class LearnerConfig:
     num_epochs: int = ranged(1, ge=1)
     """E: passes over a batch. It takes K x E optimizer steps; versions and lags count optimizer steps."""
     max_tokens_per_device: int = ranged(4096, gt=0)
-    """Token budget of one packed micro-batch on one rank; must hold the longest prompt and response."""
+    """Token budget of one packed micro-batch on one rank; times `learner.mesh.context` it must hold the longest prompt
+    and response."""
     logprob_chunk_tokens: int = ranged(1024, gt=0)
     """Tokens whose logits exist at once."""
     share_prompts: bool = True
@@ -84,6 +88,11 @@ class LearnerConfig:
     num_max_skipped_steps: int = ranged(10, ge=0)
     """Optimizer steps that may be skipped for gradients that are not finite, or batches set aside because they cannot
     be packed, before the run ends with the cause; each step that succeeds takes one back. 0 never ends it."""
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Token budget of a packed row, which the ranks of the context axis compute together."""
+        return self.max_tokens_per_device * self.mesh.context
 
 
 @dataclass

@@ -22,7 +22,7 @@ def attend_flex(
     scaling: float | None = None, softcap: float | None = None, **extras: Any,
 ) -> Tensor:
     """[N, H, D] of query [N, H, D], key and value [N, K, D]; `extras` are those of `attend`."""
-    if extras:
+    if extras or packing.gather is not None:  # its block mask is about whole rows
         return attend_in_blocks(query, key, value, packing, rule, scaling=scaling, softcap=softcap, **extras)
 
     def capped(score: Tensor, *_places: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from learner.data.layout import PackedLayout
 from learner.model.attention.blocks import attend_in_blocks
 from learner.model.attention.choice import ATTENTIONS, Attention
+from learner.model.attention.context import AXIS, cut, gather
 from streamrl.architectures.attend import check_extras
 from streamrl.architectures.masks import carry, register, rule_of
 
@@ -39,8 +40,10 @@ def packed_attention(
     packing = packing or rule.carried
     if packing is None:
         raise ValueError(f"{type(module).__name__} did not pass `packing` on to its attention: model is not supported")
-    tokens = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
-    return attention(*tokens, packing, rule, scaling=scaling, **extras)[None], None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
+    if packing.gather is not None:
+        key, value = packing.gather(key), packing.gather(value)
+    return attention(query, key, value, packing, rule, scaling=scaling, **extras)[None], None
 
 
 @cache
@@ -71,12 +74,16 @@ def decoder_of(model: Any) -> Any:
 
 def packed_states(decoder: Any, tokens: Tensor, positions: Tensor, packing: PackedLayout) -> Tensor:
     """Last hidden states [N, hidden] of packed tokens [N] at positions [N] of their own sequences."""
+    num_tokens, axis = len(tokens), getattr(decoder, AXIS, None)
+    if axis is not None:
+        tokens, positions, packing = cut(tokens, positions, packing, axis)
     with carry(packing):
-        return decoder(
+        found = decoder(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing,
             # Ones, and not None: transformers would add to the rule what tells packed rows apart; it is about one row.
             attention_mask=torch.ones_like(tokens)[None],
         ).last_hidden_state[0]
+    return found if axis is None else gather(found, axis)[:num_tokens]
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

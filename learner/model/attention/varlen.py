@@ -15,9 +15,10 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,17 +60,12 @@ def attend_varlen(
 def ends_of(packing: PackedLayout, device: torch.device) -> Ends:
     """The ends of a layout's sequences, in packed order."""
     lengths = packing.lengths
-    parents = packing.parents or (-1,) * len(lengths)
-    bounds = list(pairwise(accumulate(lengths, initial=0)))
-    before = [lengths[parent] if parent >= 0 else 0 for parent in parents]
-    num_keys = [length + prefix for length, prefix in zip(lengths, before, strict=True)]
-    sources = None
-    if packing.parents:
-        spans = [span for own, parent in zip(bounds, parents, strict=True)
-                 for span in ([bounds[parent]] if parent >= 0 else []) + [own]]  # fmt: skip
-        sources = torch.cat([torch.arange(*span) for span in spans]).to(device)
+    num_keys, sources = lengths, None
+    if packing.key_places:
+        num_keys = tuple(map(len, packing.key_places))
+        sources = torch.from_numpy(np.concatenate(packing.key_places)).to(device)
 
-    def ends(sizes: list[int] | tuple[int, ...]) -> Tensor:
+    def ends(sizes: tuple[int, ...]) -> Tensor:
         return torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32, device=device)
 
     return Ends(ends(lengths), ends(num_keys), max(lengths), max(num_keys), sources)

@@ -71,6 +71,9 @@ def test_copies_of_the_model_are_counted_as_they_are_held():
     assert copied.trained == two.trained == num_parameters(small())
     divided = rank_memory(a_job(*words, "learner.mesh.tensor=2"), small())
     assert divided.trained == two.trained and divided.kinds["activations"] < 0.8 * two.kinds["activations"]
+    long = rank_memory(a_job(*words, "learner.mesh.context=2"), small())  # rows of twice the tokens, cut over two
+    assert long.trained == two.trained and long.kinds["activations"] < 1.2 * two.kinds["activations"]
+    assert long.kinds["moments"] == pytest.approx(two.kinds["moments"] / 2, rel=0.01)
     ends = 2 * 160 * 32 + 5 * 32  # embedding, output layer and norms are divided over two, the rest over four
     expected = 8 * ((num_parameters(small()) - ends) / 4 + ends / 2)
     assert divided.kinds["moments"] == pytest.approx(expected, rel=0.02)

@@ -15,7 +15,8 @@ from tests.unit.learner import four_ranks, two_ranks
 from tests.unit.learner.learner_factories import tiny_checkpoint
 from tests.unit.learner.test_two_ranks import HERE, assert_same, assert_same_weights, launch_script, result
 
-LAYOUTS = {"copies": ("replicate=2", "shard=2"), "tensor": ("tensor=2", "shard=2")}
+LAYOUTS = {"copies": ("replicate=2", "shard=2"), "tensor": ("tensor=2", "shard=2"),
+           "context": ("context=2", "shard=2"), "context and tensor": ("context=2", "tensor=2")}
 SIZES = dict(
     vocab_size=53, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=256, sliding_window=6, pad_token_id=0, bos_token_id=1,
@@ -39,7 +40,7 @@ def one(tmp_path_factory):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(config).save_pretrained(folder / family / "model")
-        for where in ("one", "tensor"):
+        for where in ("one", *LAYOUTS):
             (folder / family / where / "lora").mkdir(parents=True)
     four_ranks.run(folder, "one", Ranks())
     four_ranks.steps(folder, "one", Ranks())
@@ -56,7 +57,7 @@ def layout(one, request):
     return request.param
 
 
-@pytest.mark.shows("learner.mesh.replicate", "learner.mesh.shard", "learner.mesh.tensor")
+@pytest.mark.shows("learner.mesh.replicate", "learner.mesh.shard", "learner.mesh.tensor", "learner.mesh.context")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_gradients_statistics_and_weights_are_those_of_one_process(one, layout, family):
     assert_same(one / family / "one", one / family / layout)
@@ -90,9 +91,8 @@ def test_whole_tensors_are_published_and_exported(one, layout, family):
     assert all(torch.equal(tensor, trained[f"weights/model.{name}"]) for name, tensor in exported.items())
 
 
-@pytest.mark.parametrize("layout", ["tensor"], indirect=True)
 @pytest.mark.parametrize("family", four_ranks.MORE)
-def test_every_style_of_a_plan_is_known(one, layout, family):
+def test_other_masks_and_styles_of_a_plan_do_the_same(one, layout, family):
     for name in ("", "lora"):
         assert_same(one / family / "one" / name, one / family / layout / name)
 

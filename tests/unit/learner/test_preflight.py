@@ -100,6 +100,10 @@ MISTAKES = {
         [QUICKSTART, "learner.mesh.tensor=2", "launch.num_learner_ranks=2", "algorithm=distill",
          "distill.teacher=http://127.0.0.1:1/v1"], "would each ask and get other answers",
     ),
+    "trajectories longer than a row of all ranks": (
+        [QUICKSTART, "learner.mesh.context=2", "launch.num_learner_ranks=2", "learner.max_tokens_per_device=133"],
+        "learner.max_tokens_per_device=133 on learner.mesh.context=2 ranks cannot hold the longest",
+    ),
     "tensor ranks without ranks": (
         [QUICKSTART, "learner.mesh.tensor=4", "launch.num_learner_ranks=2"], "to a multiple of 4, or change an axis",
     ),
