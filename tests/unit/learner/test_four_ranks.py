@@ -24,7 +24,7 @@ SIZES = dict(
 )
 FOLDERS = ("run", "resumed", "own", "lora", "lora-resumed", "muon", "minibatches", "valued", "back")
 FAMILIES = four_ranks.FAMILIES
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(500)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def layout(one, request):
     for family in FAMILIES:
         for name in FOLDERS:
             (one / family / request.param / name).mkdir(parents=True)
-    launch_script(4, HERE / "four_ranks.py", one, request.param, *LAYOUTS[request.param])
+    launch_script(4, HERE / "four_ranks.py", one, request.param, *LAYOUTS[request.param], timeout_s=400)
     return request.param
 
 
@@ -91,6 +91,7 @@ def test_whole_tensors_are_published_and_exported(one, layout, family):
     assert all(torch.equal(tensor, trained[f"weights/model.{name}"]) for name, tensor in exported.items())
 
 
+@pytest.mark.parametrize("layout", ["tensor", "context", "context and tensor"], indirect=True)
 @pytest.mark.parametrize("family", four_ranks.MORE)
 def test_other_masks_and_styles_of_a_plan_do_the_same(one, layout, family):
     for name in ("", "lora"):

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-def launch_script(world: int, script: Path, *arguments: Path) -> str:
+def launch_script(world: int, script: Path, *arguments: Path | str, timeout_s: float = 150) -> str:
     """Run a script with that many ranks, with a deadline; what they printed."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--max-restarts=0"]
     program = [sys.executable, *launcher, str(script), *map(str, arguments)]
@@ -30,7 +30,7 @@ def launch_script(world: int, script: Path, *arguments: Path) -> str:
         **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "MALLOC_MMAP_THRESHOLD_": str(1 << 18),  # freed memory goes back at once, for scripts that count it
     }
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
