@@ -160,8 +160,10 @@ class Ranks:
         dist.init_process_group(
             backend, timeout=timedelta(seconds=timeout_s), device_id=where if where.type == "cuda" else None, **alone
         )
-        context = mesh.context_on_devices(where.type)
-        return cls(rank, mesh, where, mesh.on_devices(where.type), context, timeout_s=timeout_s)
+        divided, context = mesh.on_devices(where.type), mesh.context_on_devices(where.type)
+        for group in (*divided.get_all_groups(), *([] if context is None else [context])):  # each has torch's own
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+        return cls(rank, mesh, where, divided, context, timeout_s=timeout_s)
 
     def beside(self) -> Ranks:
         """The same ranks over another group, for a thread beside training: in one group, collectives of two threads

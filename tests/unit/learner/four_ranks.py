@@ -80,6 +80,9 @@ def steps(folder: Path, where: str, ranks: Ranks) -> None:
 def main(folder: Path, where: str, axes: Mapping[str, int]) -> None:
     torch.set_num_threads(1)
     ranks = Ranks.start("cpu", timeout_s=60, axes=axes)
+    groups = [*ranks.device_mesh.get_all_groups(), *[ranks.context] * (ranks.mesh.context > 1)]
+    waits = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+    assert waits == {60.0}, "collectives along an axis wait no longer than others"
     run(folder, where, ranks, resumes="one")
     if ranks.mesh.dp_size < 4:
         steps(folder, where, ranks)
