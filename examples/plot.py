@@ -19,10 +19,10 @@ import matplotlib
 Points = list[tuple[int, float]]
 
 
-def evaluations(run_dir: Path) -> Points:
+def evaluations(run_dir: Path, metric: str = "eval/score") -> Points:
     """(step, score) of every evaluation of a run."""
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [(row["step"], row["eval/score"]) for row in rows if "eval/score" in row]
+    return [(row["step"], row[metric]) for row in rows if metric in row]
 
 
 def label(run_dir: Path, settings: list[str]) -> str:
@@ -61,10 +61,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run directories; a folder that holds no run is left out")
     parser.add_argument("--label", nargs="*", default=[], help="settings that name a run in the legend")
+    parser.add_argument("--metric", default="eval/score", help="eval/NAME/score for a set of eval.datasets")
     parser.add_argument("--out", type=Path, required=True, help="the file to write: .svg or .png")
     chosen = parser.parse_args()
     runs = [path for path in chosen.runs if (path / "metrics.jsonl").exists()]
-    plot({label(path, chosen.label): evaluations(path) for path in runs}, chosen.out)
+    plot({label(path, chosen.label): evaluations(path, chosen.metric) for path in runs}, chosen.out)
     print(chosen.out)
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.staleness_real.cells import ARMS, CRITIC_ARMS, NUM_STEPS, Cell, all_cells, ordered
+from bench.staleness_real.cells import ARMS, CRITIC_ARMS, LAGS, NUM_STEPS, Cell, all_cells, ordered
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "docs" / "results" / "staleness-real"
@@ -33,10 +33,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder of the results; runs/staleness-real/full (or quick)")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="only the cells of these seeds")
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *CRITIC_ARMS], help="only these, of both tables")
-    parser.add_argument("--lags", type=int, nargs="+", metavar="N", help="only the cells of these lags")
+    parser.add_argument("--lags", type=int, nargs="+", metavar="N", help="only the cells of these lags; with --arms any lags")
     parser.add_argument("--rates", type=float, nargs="+", metavar="R", help="only the cells of these rates")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of each run of --arms")
-    parser.add_argument("--experiment", default="quickstart", help="the task of --arms, in a folder of its own")
+    parser.add_argument("--experiment", default="quickstart", help="the task of --arms, or a settings file; in a folder of its own")
     parser.add_argument("--max-cells", type=int, help="stop after so many")
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
     parser.add_argument("--publish", action="store_true", help="write the table, and replace the committed results")
@@ -46,7 +46,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if not (arguments.table or arguments.publish):
         cells = [
             one for one in all_cells(
-                quick=arguments.quick, arms=arguments.arms, num_steps=arguments.steps, experiment=arguments.experiment)
+                quick=arguments.quick, arms=arguments.arms, num_steps=arguments.steps, experiment=arguments.experiment,
+                lags=arguments.lags or LAGS)
             if all(chosen is None or value in chosen for value, chosen in (
                 (one.seed, arguments.seeds), (one.lag, arguments.lags), (one.rate, arguments.rates)))
         ]

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -45,6 +46,8 @@ but the rate."""
 _CONTROL = ("algorithm=vtrace", "loss.opsm_delta=null")
 # As many answers as 16 groups of 8.
 _SINGLE = ("rollout.num_responses_per_prompt=1", "rollout.num_prompts_per_step=128")
+_SMALLER = ("policy.scheduler.ess_rule=sqrt", "policy.scheduler.ess_floor=0.1")
+_UNGUARDED = ("loss.dual_clip=null", "loss.veto_low=null", "loss.veto_high=null")
 CRITIC_ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "impala": ARMS["vtrace_critic"],
     "vtrace": ("algorithm=vtrace",),
@@ -54,6 +57,11 @@ CRITIC_ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "vtrace_positive_only": (*_CONTROL, "loss.surrogate=bench.staleness_real.controls:positive_only"),
     "sao": ("algorithm=sao", *_SINGLE),
     "single_rollout": ("algorithm=single_rollout", *_SINGLE),
+    "gae": ("algorithm=ppo", "kl.mode=off", "advantage.whiten=none", "loss.clip_high=0.28", "loss.dual_clip=3.0",
+            "critic.num_steps=8", "critic.optimizer.lr=3e-3", *_SMALLER),
+    "vtrace_critic_free": ("algorithm=stream_default", *_UNGUARDED, "loss.surrogate=reinforce",
+                           "advantage.estimator=vtrace_critic_free", "advantage.rho_bar_pg=1.0", "loss.opsm_delta=0.05",
+                           "loss.opsm_when=always"),
 })
 """Arms that only run if they are asked for by name."""
 
@@ -74,6 +82,8 @@ MEANING: Mapping[str, str] = MappingProxyType({
     "vtrace_positive_only": "`vtrace` without OPSM, positive advantages only",
     "sao": "recipe: one answer a prompt, V-trace with a critic, whitened, inside clip and dual clip",
     "single_rollout": "recipe: one answer a prompt, the batch's other answers as baseline",
+    "gae": "GAE at 0.95 inside clip and dual clip, critic and step size as in `vtrace`",
+    "vtrace_critic_free": "`vtrace` with the suffix product and the group's other answers in place of the critic",
 })
 
 
@@ -91,12 +101,13 @@ class Cell:
     @property
     def name(self) -> str:
         """For directories."""
-        return f"{self.experiment}-{self.arm}-lag{self.lag}-{self.rate:g}-{self.seed}"
+        return f"{Path(self.experiment).stem}-{self.arm}-lag{self.lag}-{self.rate:g}-{self.seed}"
 
     def overrides(self) -> list[str]:
         """The run's settings, beside where it stands."""
+        is_file = self.experiment.endswith(".yaml")
         return [
-            f"experiment={self.experiment}", *{**ARMS, **CRITIC_ARMS}[self.arm], f"run.seed={self.seed}",
+            self.experiment if is_file else f"experiment={self.experiment}", *{**ARMS, **CRITIC_ARMS}[self.arm], f"run.seed={self.seed}",
             f"staleness.force={self.lag}", f"policy.optimizer.lr={self.rate}",
             f"trainer.num_steps={self.num_steps}", f"eval.every_steps={EVERY}", "samples.num_per_step=0",
             "samples.num_per_eval=0", "launch.num_actors=1", "actors.num_concurrent=128", "checkpoint.every_steps=0",
@@ -109,15 +120,16 @@ class Cell:
 
 
 def all_cells(*, quick: bool = False, arms: Sequence[str] | None = None, num_steps: int = NUM_STEPS,
-              experiment: str = "quickstart") -> list[Cell]:
+              experiment: str = "quickstart", lags: Sequence[int] = LAGS) -> list[Cell]:
     """Every cell; `quick` keeps the shape of the experiment and nothing of its meaning.
 
     Args:
         arms: of both tables, these only.
-        experiment: of these arms.
+        experiment: of these arms: a name, or a settings file.
+        lags: of these arms.
     """
     if arms is not None:
-        return [Cell(*values, num_steps, experiment) for values in product(arms, LAGS, RATES, SEEDS)]
+        return [Cell(*values, num_steps, experiment) for values in product(arms, lags, RATES, SEEDS)]
     if quick:
         return [Cell(arm, lag, RATES[0], SEEDS[0], 6) for arm in ("uncorrected", "stream_default") for lag in (2, 0)]
     return [

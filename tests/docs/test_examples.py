@@ -17,11 +17,17 @@ from tests.docs.extract import ROOT, extract
 
 EXAMPLES = sorted(path.parent for path in (ROOT / "examples").glob("*/settings.yaml"))
 
+# Where the settings of an example find the files that its make_data.py wrote into a folder.
+WRITTEN = {
+    "6_gsm8k_format": ["data.path={}/gsm8k_train.jsonl", "data.test_path={}/gsm8k_test.jsonl"],
+    "8_preferences": ["data.path={}/train.jsonl", "eval.datasets.right.path={}/test.jsonl"],
+}
 
-def test_there_are_seven_and_the_page_lists_them_in_order():
+
+def test_there_are_eight_and_the_page_lists_them_in_order():
     page = (ROOT / "examples" / "README.md").read_text()
 
-    assert [path.name[0] for path in EXAMPLES] == list("1234567")
+    assert [path.name[0] for path in EXAMPLES] == list("12345678")
     places = [page.index(f"({path.name}/README.md)") for path in EXAMPLES]
     assert places == sorted(places)
 
@@ -35,7 +41,7 @@ def test_an_example_is_complete(folder: Path, monkeypatch: pytest.MonkeyPatch, t
     written = []
     if (folder / "make_data.py").exists():
         subprocess.run([sys.executable, folder / "make_data.py", tmp_path], check=True, timeout=60)
-        written = [f"data.path={tmp_path}/gsm8k_train.jsonl", f"data.test_path={tmp_path}/gsm8k_test.jsonl"]
+        written = [setting.format(tmp_path) for setting in WRITTEN[folder.name]]
     check_task(task_of(load_config([f"examples/{folder.name}/settings.yaml", *written])))
 
     assert any(f"examples/{folder.name}/settings.yaml" in command for command in commands)

@@ -1,0 +1,36 @@
+"""The eighth example, whole: each trainer starts from the last one's model, and both RL and DPO end above their start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.extract import ROOT, extract
+
+FOLDER = ROOT / "examples" / "8_preferences"
+SHORTER = {"train-reward-model": ["trainer.num_steps=250"], "launch": ["trainer.num_steps=40"]}
+
+
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_page_train_one_model_after_another(tmp_path: Path):
+    shutil.copytree(FOLDER, tmp_path / "examples" / FOLDER.name)
+    page = [item.text for item in extract(FOLDER / "README.md") if item.kind == "shell"]
+
+    for program, *words in map(str.split, "\n".join(page).splitlines()):
+        module = [] if program == "python" else ["-m", "streamrl.cli"]
+        done = subprocess.run(
+            [sys.executable, *module, *words, *SHORTER.get(words[0], [])], cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+        )
+        assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
+
+    evaluations = sorted((tmp_path / "evals").glob("*.json"))
+    supervised, reinforced, preferred = (json.loads(path.read_text())["reward"] for path in evaluations)
+    assert 0.2 < supervised < 0.5
+    assert reinforced > supervised + 0.15 and preferred > supervised + 0.15
