@@ -20,7 +20,8 @@ EXAMPLES = sorted(path.parent for path in (ROOT / "examples").glob("*/settings.y
 # Where the settings of an example find the files that its make_data.py wrote into a folder.
 WRITTEN = {
     "6_gsm8k_format": ["data.path={}/gsm8k_train.jsonl", "data.test_path={}/gsm8k_test.jsonl"],
-    "8_preferences": ["data.path={}/train.jsonl", "eval.datasets.right.path={}/test.jsonl"],
+    # Its reward model is trained by the commands before: tests/flow/test_preferences_example.py.
+    "8_preferences": ["data.path={}/answers.jsonl", "eval.datasets.right.path={}/test.jsonl", "reward.type=exact"],
 }
 
 
