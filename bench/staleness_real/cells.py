@@ -46,7 +46,6 @@ but the rate."""
 _CONTROL = ("algorithm=vtrace", "loss.opsm_delta=null")
 # As many answers as 16 groups of 8.
 _SINGLE = ("rollout.num_responses_per_prompt=1", "rollout.num_prompts_per_step=128")
-_SMALLER = ("policy.scheduler.ess_rule=sqrt", "policy.scheduler.ess_floor=0.1")
 _UNGUARDED = ("loss.dual_clip=null", "loss.veto_low=null", "loss.veto_high=null")
 CRITIC_ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "impala": ARMS["vtrace_critic"],
@@ -57,8 +56,7 @@ CRITIC_ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "vtrace_positive_only": (*_CONTROL, "loss.surrogate=bench.staleness_real.controls:positive_only"),
     "sao": ("algorithm=sao", *_SINGLE),
     "single_rollout": ("algorithm=single_rollout", *_SINGLE),
-    "gae": ("algorithm=ppo", "kl.mode=off", "advantage.whiten=none", "loss.clip_high=0.28", "loss.dual_clip=3.0",
-            "critic.num_steps=8", "critic.optimizer.lr=3e-3", *_SMALLER),
+    "gae": ("algorithm=retrace", "advantage.estimator=gae", "advantage.lam=0.95"),
     "vtrace_critic_free": ("algorithm=stream_default", *_UNGUARDED, "loss.surrogate=reinforce",
                            "advantage.estimator=vtrace_critic_free", "advantage.rho_bar_pg=1.0", "loss.opsm_delta=0.05",
                            "loss.opsm_when=always"),
@@ -82,7 +80,7 @@ MEANING: Mapping[str, str] = MappingProxyType({
     "vtrace_positive_only": "`vtrace` without OPSM, positive advantages only",
     "sao": "recipe: one answer a prompt, V-trace with a critic, whitened, inside clip and dual clip",
     "single_rollout": "recipe: one answer a prompt, the batch's other answers as baseline",
-    "gae": "GAE at 0.95 inside clip and dual clip, critic and step size as in `vtrace`",
+    "gae": "`retrace` with GAE at 0.95 as its estimator",
     "vtrace_critic_free": "`vtrace` with the suffix product and the group's other answers in place of the critic",
 })
 
