@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from learner.ranks.mesh import Ranks, local_part
+from learner.ranks.mesh import Ranks, local_part, placed_as
 from streamrl.errors import CheckpointError
 
 
@@ -251,9 +251,12 @@ def read_training_tensors(
 
 
 def _state_like(reader: ShardReader, key: str, parameter: Tensor) -> Tensor:
-    """A moment is placed as its parameter; what has another shape (a count, a scale) is read whole."""
-    if reader.shape(key) != tuple(parameter.shape):
+    """A moment is placed as its parameter, as are the scales of its rows; what has another shape, a count, is whole."""
+    shape, part = reader.shape(key), local_part(parameter.detach())
+    rows = shape[:-1] if parameter.dim() > 1 else shape
+    if not shape or rows != tuple(parameter.shape[: len(rows)]):
         return reader.read_whole(key).to(parameter.device)
-    moment = torch.zeros_like(parameter, dtype=reader.dtype(key))
+    width = part.shape[-1] * shape[-1] // parameter.shape[-1]
+    moment = placed_as(parameter, part.new_zeros((*part.shape[:-1], width), dtype=reader.dtype(key)))
     reader.read_into(key, moment)
     return moment

@@ -14,10 +14,9 @@ from streamrl.config.load import load_config
 
 FEWEST_SEQUENCES = 8
 """An engine that holds fewer of the whole length at once waits for itself."""
-EIGHT_BITS = "policy.optimizer.name=adam8bit"  # on one rank alone: its blocks cannot be sharded
 METHODS: Mapping[str, tuple[str, ...]] = {
     "every weight": (),
-    "every weight, moments in 8 bits": (EIGHT_BITS,),
+    "every weight, moments in 8 bits": ("policy.optimizer.name=adam8bit",),
     "an adapter": ("policy.lora.rank=32",),
     "an adapter on a base in 4 bits": ("policy.lora.rank=32", "policy.lora.base_quantization=nf4"),
 }
@@ -85,8 +84,6 @@ class Planner:
             if self._contradicts(words):
                 continue
             for ranks, engines in self._splits(machine):
-                if ranks > 1 and EIGHT_BITS in words:
-                    continue
                 for recompute, tokens in passes:
                     yield self._proposal(machine, method, words, ranks, engines, recompute, tokens)
 

@@ -2,7 +2,6 @@
 
     flash_attention    keeps inputs, output and a number a row and head, as the flash kernels of a GPU do
     QuantizedLinear    a frozen layer in 4 or 8 bits, which is made whole while it computes
-    MomentsIn8Bits     AdamW with blockwise quantized moments
     grouped_product    of experts in float32, for which torch only has half precision without memory
 """
 
@@ -15,13 +14,11 @@ from torch import Tensor, nn
 
 from learner.data.layout import PackedLayout
 from learner.model.attention.blocks import attend_in_blocks
-from learner.ranks.mesh import local_part
 from streamrl.architectures.masks import MaskRule
 from streamrl.config.schema import LoraBase
 
 QUANTIZED_BYTES = {LoraBase.int8: 1.0, LoraBase.nf4: 0.5 + (1 + 4 / 256) / 64}
 """Of each weight of a frozen linear layer. nf4 has a byte for 64 weights, and a float32 for 256 of those bytes."""
-_BLOCK, _SMALLEST = 256, 4096  # numbers with one scale; smaller tensors keep float32 moments
 
 
 def flash_attention(
@@ -82,24 +79,6 @@ def quantize(model: Any, how: LoraBase) -> None:
         if type(layer) is nn.Linear and layer is not head:
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, QuantizedLinear(layer, how))
-
-
-class MomentsIn8Bits(torch.optim.Optimizer):
-    """Two bytes and a scale for each block of both moments."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__([p for p in module.parameters() if p.requires_grad], {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            local = local_part(parameter)
-            if not self.state[parameter]:
-                small = local.numel() < _SMALLEST
-                kind, blocks = (torch.float32, 0) if small else (torch.uint8, -(-local.numel() // _BLOCK))
-                for which in ("first", "second"):
-                    self.state[parameter][which] = torch.empty(local.shape, dtype=kind)
-                    self.state[parameter][f"{which}_scale"] = torch.empty(blocks)
 
 
 def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:

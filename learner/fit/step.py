@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from learner.checkpoint.model_files import materialize
 from learner.data.layout import make_layout
 from learner.fit.live_bytes import GRADIENTS, LiveBytes
-from learner.fit.stand_ins import MomentsIn8Bits, flash_attention, quantize
+from learner.fit.stand_ins import flash_attention, quantize
 from learner.model.adapter.lora import add_adapter
 from learner.model.attention.packed import ATTENTION, packed_attention
 from learner.model.gradients import reduce_gradients
@@ -158,9 +158,7 @@ def _policy(job: Job, model: Any, ranks: Ranks) -> Policy:
 
 def _with_moments(job: Job, module: Policy, live: LiveBytes) -> torch.optim.Optimizer:
     """The optimizer after a first step; gradients stay, as those of the micro-batches before."""
-    optimizer = MomentsIn8Bits(module) if job.policy.optimizer.name == "adam8bit" else make_optimizer(
-        module, job.policy.optimizer
-    )
+    optimizer = make_optimizer(module, job.policy.optimizer)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)

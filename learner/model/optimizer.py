@@ -11,16 +11,15 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from learner.ranks.mesh import local_part
+from learner.model.adam8bit import AdamW8bit
 from streamrl.config.schema import OptimizerConfig, ScheduleConfig
 from streamrl.errors import ConfigError
 from streamrl.extension import import_attribute, resolve
@@ -137,23 +136,8 @@ def muon(
 
 
 def adam8bit(module: nn.Module, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Optimizer:
-    """AdamW with moments in 8 bits (Dettmers et al. 2022), of bitsandbytes; small tensors keep float32 moments."""
-    if find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "optimizer adam8bit needs the package bitsandbytes: pip install 'streamrl[adam8bit]', or take adamw."
-        )
-    import bitsandbytes
-
-    parameters = _trained(module)
-    if any(isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 for parameter in parameters):
-        raise ConfigError(
-            "optimizer adam8bit quantizes moments in blocks that cannot be sharded: train with one learner rank, or "
-            "take adamw, whose moments are sharded over the ranks."
-        )
-    return LocalOptimizer(
-        _decay_groups(parameters, weight_decay),
-        lambda groups: bitsandbytes.optim.AdamW8bit(groups, lr=lr, betas=(beta1, beta2), eps=eps),
-    )
+    """AdamW with moments in 8 bits."""
+    return AdamW8bit(_decay_groups(_trained(module), weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw, "sgd": sgd, "muon": muon, "adam8bit": adam8bit}
@@ -193,8 +177,6 @@ def allocate_moments(optimizer: Optimizer) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     optimizer.state.clear()
-    if isinstance(optimizer, LocalOptimizer):
-        optimizer.forget()
 
 
 def check_optimizer(config: OptimizerConfig, *, setting: str) -> None:
@@ -218,38 +200,6 @@ class CombinedOptimizer(Optimizer):
     def step(self, closure: Any = None) -> None:
         for member in self._members:
             member.step(closure)
-
-
-class LocalOptimizer(Optimizer):
-    """An optimizer that knows no DTensor: `build` makes it over plain tensors, each parameter's local part."""
-
-    def __init__(self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
-        super().__init__(groups, {})
-        self._inner = build([
-            {**group, "params": [nn.Parameter(local_part(p.detach())) for p in group["params"]]}
-            for group in self.param_groups
-        ])
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group["lr"] = inner["lr"]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        pairs = []
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner["lr"] = group["lr"]
-            pairs += zip(group["params"], inner["params"], strict=True)
-        for parameter, local in pairs:
-            local.data = local_part(parameter.detach())
-            local.grad = None if parameter.grad is None else local_part(parameter.grad)
-            if self.state[parameter]:
-                self._inner.state[local] = _plain_state(self.state[parameter])
-        self._inner.step(closure)
-        for parameter, local in pairs:
-            self.state[parameter] = self._inner.state[local]
-
-    def forget(self) -> None:
-        """Drop what the inner optimizer holds."""
-        self._inner.state.clear()
 
 
 def _arguments(build: Callable[..., Optimizer], config: OptimizerConfig, setting: str) -> dict[str, Any]:
@@ -291,11 +241,3 @@ def _hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
         ends = [part] if isinstance(part, nn.Embedding) else [getattr(part, "output_layer", None)]
         outside |= {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
     return [parameter for parameter in _trained(module) if parameter.dim() == 2 and id(parameter) not in outside]
-
-
-def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as a checkpoint gives it back: moments placed as the parameter is, counts as tensors."""
-    return {
-        name: value if not isinstance(value, Tensor) else local_part(value) if value.dim() else int(value)
-        for name, value in state.items()
-    }

@@ -285,6 +285,17 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, _dtensor()) else tensor
 
 
+def placed_as(parameter: Tensor, part: Tensor) -> Tensor:
+    """This rank's part of a tensor that is divided as the parameter is; a row of it may be shorter."""
+    if not isinstance(parameter, _dtensor()):
+        return part
+    width = part.shape[-1] * parameter.shape[-1] // max(1, local_part(parameter.detach()).shape[-1])
+    whole = torch.Size((*parameter.shape[:-1], width)) if parameter.dim() > 1 else parameter.shape
+    strides = torch.empty(whole, device="meta").stride()
+    placement = parameter.device_mesh, parameter.placements
+    return _dtensor().from_local(part, *placement, run_check=False, shape=whole, stride=strides)
+
+
 def _dtensor() -> type[Any]:
     from torch.distributed.tensor import DTensor  # takes longer to import than the check of a run's settings may
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from importlib.machinery import ModuleSpec
 from itertools import combinations
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -37,38 +35,6 @@ class SignDescent(torch.optim.Optimizer):
 
 def sign_descent(module, *, lr, power=0.5):
     return SignDescent(list(module.parameters()), {"lr": lr, "power": power})
-
-
-class EightBitDouble(torch.optim.Optimizer):
-    """Keeps its state as bitsandbytes does: codes of the parameter's shape, a scale a block, an integer count."""
-
-    def __init__(self, groups, *, lr, betas, eps):
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                assert type(parameter.data) is torch.Tensor, "quantized kernels take plain tensors"
-                state = self.state[parameter]
-                if not state:
-                    state.update(step=0, state1=torch.full_like(parameter, 128, dtype=torch.uint8),
-                                 absmax1=torch.zeros(3))
-                state["step"] += 1
-                moment = (state["state1"].float() - 128) / 127 * state["absmax1"][0]
-                moment.lerp_(parameter.grad, 1 - group["betas"][0])
-                state["absmax1"] = moment.abs().max().repeat(3)
-                state["state1"] = (moment / state["absmax1"][0] * 127 + 128).round().to(torch.uint8)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(moment, alpha=group["lr"])
-
-
-@pytest.fixture(autouse=True)
-def eight_bit_library(monkeypatch):
-    """A double of its interface: the library itself quantizes no tensor as small as those of these tests."""
-    double = ModuleType("bitsandbytes")
-    double.__spec__ = ModuleSpec("bitsandbytes", None)
-    double.optim = SimpleNamespace(AdamW8bit=EightBitDouble)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", double)
 
 
 def trained(checkpoint, name, **settings):
@@ -179,27 +145,57 @@ def test_a_setting_that_does_nothing_and_an_unknown_name_are_refused_before_load
         check_optimizer(OptimizerConfig(**settings), setting="policy.optimizer")
 
 
-def test_adam8bit_without_its_library_names_the_remedy(monkeypatch):
-    monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
-
-    with pytest.raises(ConfigError, match=r"pip install 'streamrl\[adam8bit\]'"):
-        check_optimizer(OptimizerConfig(name="adam8bit"), setting="policy.optimizer")
+def moments_of(layer, optimizer):
+    return dict(optimizer.state[layer.weight])
 
 
-def test_adam8bit_keeps_its_moments_in_bytes_and_moves_as_adamw_does(monkeypatch):
-    monkeypatch.delitem(sys.modules, "bitsandbytes")
-    pytest.importorskip("bitsandbytes")
-    layers = {name: torch.nn.Linear(128, 64, bias=False) for name in ("adamw", "adam8bit")}
+def test_adam8bit_keeps_its_moments_in_bytes_and_moves_as_adamw_does():
+    layers = {name: torch.nn.Linear(512, 64, bias=False) for name in ("adamw", "adam8bit")}
     start = layers["adamw"].weight.detach().clone()
     for name, layer in layers.items():
         layer.weight.data = start.clone()
-        layer.weight.grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
-        optimizer = make_optimizer(layer, OptimizerConfig(name=name, lr=1e-3))
+        optimizer = make_optimizer(layer, OptimizerConfig(name=name, lr=1e-3, weight_decay=0.1))
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(20):  # rows of very different size, as those of an embedding
+            sizes = 10 ** torch.linspace(-6, 0, 64).unsqueeze(1)
+            layer.weight.grad = sizes * (0.5 + torch.randn(64, 512, generator=generator))
+            optimizer.step()
+
+    moments = moments_of(layer, optimizer)
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in moments.items()} == {
+        "step": (torch.float32, ()),
+        "exp_avg": (torch.uint8, (64, 512)), "exp_avg_scale": (torch.float32, (64, 2)),
+        "exp_avg_root": (torch.uint8, (64, 512)), "exp_avg_root_scale": (torch.float32, (64, 2)),
+    }
+    moves = [(layer.weight.detach() - start) for layer in layers.values()]
+    similar = torch.nn.functional.cosine_similarity(*moves, dim=1)
+    assert float(similar.min()) > 0.98
+    assert float((moves[1].norm(dim=1) / moves[0].norm(dim=1) - 1).abs().max()) < 0.05
+
+
+def test_adam8bit_never_divides_by_a_root_that_its_few_bits_made_nothing():
+    layer = torch.nn.Linear(256, 1, bias=False)
+    start = layer.weight.detach().clone()
+    optimizer = make_optimizer(layer, OptimizerConfig(name="adam8bit", lr=1e-3, weight_decay=0.0))
+    for large in (1.0, 0.0):  # the second gradient is small beside what the first left in the block
+        layer.weight.grad = torch.full((1, 256), 1e-6)
+        layer.weight.grad[0, 0] = large
         optimizer.step()
 
-    assert optimizer.state[layer.weight]["state1"].dtype == torch.uint8
-    moves = [(layer.weight.detach() - start).flatten() for layer in layers.values()]
-    assert float(torch.nn.functional.cosine_similarity(*moves, dim=0)) > 0.95
+    assert float((layer.weight.detach() - start).abs().max()) < 3e-3
+
+
+@pytest.mark.parametrize("width", [24, 96, 300])
+def test_rows_without_even_blocks_keep_float32(width):
+    layer = torch.nn.Linear(width, 8)
+    optimizer = make_optimizer(layer, OptimizerConfig(name="adam8bit", lr=1e-3))
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+    quantized = moments_of(layer, optimizer)["exp_avg"].dtype == torch.uint8
+    assert quantized == (width == 96)
+    assert optimizer.state[layer.bias]["exp_avg"].dtype == torch.float32
 
 
 def test_a_function_that_takes_any_keyword_is_given_every_setting():

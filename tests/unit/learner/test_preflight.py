@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import learner.model.optimizer as optimizers
 import streamrl.metrics.trackers.registry as trackers
 from learner.model.tiny import make_tiny_model
 from learner.setup.model_hub import find_models
@@ -196,7 +195,6 @@ MISTAKES = {
     ),
     "no GPU for the learner": ([QUICKSTART, "run.device=cuda"], "0 are visible here: set run.device=cpu"),
     "no GPU for the actors": ([QUICKSTART, "actors.device=cuda"], "no GPU is visible here: set actors.device=cpu"),
-    "no bitsandbytes": ([QUICKSTART, "policy.optimizer.name=adam8bit"], "pip install 'streamrl[adam8bit]'"),
     "no wandb": ([QUICKSTART, "tracking.wandb.enabled=true"], "pip install 'streamrl[track]'"),
     "unknown tracker": ([QUICKSTART, "tracking.trackers=[wandbb]"], "Did you mean wandb?"),
     "broadcast without a GPU": ([QUICKSTART, "publish.transports=[nccl,zmq]"], "take nccl off the list"),
@@ -225,9 +223,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     found = importlib.util.find_spec
-    hidden = ("wandb", "bitsandbytes")
-    for module in (trackers, optimizers):
-        monkeypatch.setattr(module, "find_spec", lambda name: None if name in hidden else found(name))
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None if name == "wandb" else found(name))
     return tmp_path
 
 

@@ -124,8 +124,8 @@ def start(work: Path, ranks: Ranks, name: str = "adamw", lora: LoraConfig | None
     return Kit(policy, optimizer, reference, LossWeights(KL, EntropyConfig(), CONSTRAINT, LOSS))
 
 
-def train(work: Path, folder: Path, ranks: Ranks, lora: LoraConfig | None = None) -> None:
-    kit = start(work, ranks, lora=lora)
+def train(work: Path, folder: Path, ranks: Ranks, lora: LoraConfig | None = None, name: str = "adamw") -> None:
+    kit = start(work, ranks, name, lora)
     first = train_step(kit, ranks, step=0)
     train_step(kit, ranks, step=1)
     save_checkpoint(
@@ -138,8 +138,10 @@ def train(work: Path, folder: Path, ranks: Ranks, lora: LoraConfig | None = None
     export_model(kit.policy, work / "model", folder / "half" / "exported", ranks, lora=lora, dtype=torch.bfloat16)
 
 
-def resume(work: Path, folder: Path, ranks: Ranks, *, run: Path, lora: LoraConfig | None = None) -> None:
-    kit = start(work, ranks, lora=lora)
+def resume(
+    work: Path, folder: Path, ranks: Ranks, *, run: Path, lora: LoraConfig | None = None, name: str = "adamw"
+) -> None:
+    kit = start(work, ranks, name, lora)
     found = find_checkpoint(run, ranks)
     found.restore(kit.policy, kit.optimizer, ranks)
     assert kit.reference.restore(found.shards())
@@ -276,6 +278,8 @@ def main(work: Path, folder: Path, other_run: Path) -> None:
     train(work, folder / "lora", ranks, LORA)
     resume(work, folder / "lora-resumed", ranks, run=other_run.parent / "lora" / "run", lora=LORA)
     muon(work, folder / "muon", ranks)
+    train(work, folder / "eight", ranks, name="adam8bit")
+    resume(work, folder / "eight-resumed", ranks, run=other_run.parent / "eight" / "run", name="adam8bit")
     minibatches(work, folder / "minibatches", ranks)
     measured(work, folder / "measured", ranks)
     valued(work, folder / "valued", ranks)
