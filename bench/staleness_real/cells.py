@@ -105,7 +105,8 @@ class Cell:
         """The run's settings, beside where it stands."""
         is_file = self.experiment.endswith(".yaml")
         return [
-            self.experiment if is_file else f"experiment={self.experiment}", *{**ARMS, **CRITIC_ARMS}[self.arm], f"run.seed={self.seed}",
+            self.experiment if is_file else f"experiment={self.experiment}", *{**ARMS, **CRITIC_ARMS}[self.arm],
+            f"run.seed={self.seed}",
             f"staleness.force={self.lag}", f"policy.optimizer.lr={self.rate}",
             f"trainer.num_steps={self.num_steps}", f"eval.every_steps={EVERY}", "samples.num_per_step=0",
             "samples.num_per_eval=0", "launch.num_actors=1", "actors.num_concurrent=128", "checkpoint.every_steps=0",

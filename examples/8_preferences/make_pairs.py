@@ -1,4 +1,4 @@
-"""Write pairs for DPO: of each group of answers in a run's log, the one with the highest reward and the one with the lowest.
+"""Write pairs for DPO: the answers with the highest and the lowest reward of each group in a run's log.
 
     streamrl stream runs/preferences --export preferences/samples.parquet
     python examples/8_preferences/make_pairs.py preferences/samples.parquet preferences/sampled_pairs.jsonl

@@ -1,4 +1,4 @@
-"""The eighth example, whole: each trainer starts from the last one's model, and both RL and DPO end above their start."""
+"""The eighth example, whole: each trainer starts from the last one's model, and RL and DPO gain."""
 
 from __future__ import annotations
 
