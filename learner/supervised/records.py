@@ -107,6 +107,10 @@ def shape_of(data: DataConfig, *, pairs: bool) -> AnswerShape:
     """What reads the records that the settings describe."""
     if not pairs:
         return AnswerShape(data.prompt_key, data.answer_key)
+    if data.train_roles != ["assistant"]:
+        raise ConfigError(
+            f"data.train_roles={data.train_roles} is for sft: pairs compare answers of the assistant; leave it out"
+        )
     return PairShape(data.prompt_key, data.answer_key, chosen_key=data.chosen_key, rejected_key=data.rejected_key)
 
 

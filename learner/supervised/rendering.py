@@ -40,6 +40,11 @@ class Encoder:
             )
         if data.chat_template is not None:
             self.tokenizer.chat_template = data.chat_template
+        self._roles = frozenset(data.train_roles)
+        if not self._roles or self._roles - {"assistant", "tool", "user", "system"}:
+            raise ConfigError(
+                f"data.train_roles={data.train_roles} must name one or more of assistant, tool, user, system"
+            )
         self._system_prompt = data.system_prompt
         self.chat = bool(data.apply_chat_template and self.tokenizer.chat_template)
 
@@ -59,11 +64,11 @@ class Encoder:
         return ids, mask
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> tuple[str, list[tuple[int, int]]]:
-        """The whole text, and first and last character (exclusive) of what the assistant says in each of its turns."""
+        """The whole text, and first and last character (exclusive) of what is trained on of each turn."""
         plain = [{"role": message.role, "content": message.content} for message in messages]
         text, spans, done = self._rendered(plain, tools), [], 0
         for at, message in enumerate(plain):
-            if message["role"] == "assistant":
+            if message["role"] in self._roles:
                 spans.append(self._span(text, plain, at, tools, done))
                 done = spans[-1][1]
         return text, spans
@@ -73,11 +78,12 @@ class Encoder:
         other = self._rendered(marked, tools)
         if _MARK not in other:
             raise TaskError(
-                f"the chat template leaves out message {at + 1}, an assistant's: give another with data.chat_template"
+                f"the chat template leaves out message {at + 1}, of {messages[at]['role']}: give another with "
+                "data.chat_template"
             )
         first = len(os.path.commonprefix([text, other]))
         last = len(text) - len(os.path.commonprefix([text[::-1], other[::-1]]))
-        header = self._header(messages[:at], tools)
+        header = self._header(messages[:at], tools) if messages[at]["role"] == "assistant" else ""
         begun = text.rfind(header, done, first) if header else -1
         first, last = begun + len(header) if begun >= 0 else first, max(last, first)
         # The token that ends a turn, not the header of the next one: it also stands where no turn follows.
@@ -113,10 +119,11 @@ class Encoder:
         end = [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
         for message, following in zip(messages, [*messages[1:], None], strict=True):
             said = message.role == "assistant"
+            trained = message.role in self._roles
             joined = not said and following is not None and following.role != "assistant"
             part = self.tokenizer(message.content + "\n" * joined, add_special_tokens=False)["input_ids"]
             part += end if said else []
             ids += part
-            mask += [said] * len(part)
+            mask += [trained] * len(part)
         mask[:1] = [False] * len(mask[:1])
         return np.array(ids, np.int32), np.array(mask, bool)

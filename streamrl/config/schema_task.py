@@ -36,6 +36,8 @@ class DataConfig:
     """Field of the better answer of a pair, for `streamrl dpo` and `streamrl train-reward-model`."""
     rejected_key: str = "rejected"
     """Field of the worse answer of a pair."""
+    train_roles: list[str] = field(default_factory=lambda: ["assistant"])
+    """Whose messages `streamrl sft` trains on: assistant, tool, user, system; [tool] learns what tools return."""
     on_bad_record: OnBadRecord = OnBadRecord.error
     """A damaged record, or one without a prompt: `error` refuses the file, `skip` passes it over, named and counted."""
     shuffle: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from learner.supervised.rendering import Encoder
 from streamrl.config.schema import DataConfig
 from streamrl.environment import ChatMessage
-from streamrl.errors import TaskError
+from streamrl.errors import ConfigError, TaskError
 
 LLAMA3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
@@ -148,6 +149,40 @@ def test_a_thought_is_trained_where_the_template_shows_it_and_not_where_it_drops
     ids, mask = made.encode([ChatMessage(*turn) for turn in talk])
 
     assert trained(made, ids, mask) == ["4<|im_end|>", answers[1] + "<|im_end|>"]
+
+
+@pytest.mark.shows("data.train_roles")
+@pytest.mark.parametrize(("roles", "expected"), [
+    (["assistant"], ["call<|im_end|>", "it is 4<|im_end|>"]),
+    (["tool"], ["4<|im_end|>"]),
+    (["assistant", "tool"], ["call<|im_end|>", "4<|im_end|>", "it is 4<|im_end|>"]),
+    (["user"], ["2 + 2?<|im_end|>"]),
+])
+def test_the_messages_of_the_named_roles_are_trained_on(tmp_path, roles, expected):
+    encoder(tmp_path, CHATML, None, "<|im_end|>", ["<|im_start|>"])
+    chosen = Encoder(tmp_path, DataConfig(train_roles=roles))
+    talk = [("user", "2 + 2?"), ("assistant", "call"), ("tool", "4"), ("assistant", "it is 4")]
+
+    ids, mask = chosen.encode([ChatMessage(*turn) for turn in talk])
+
+    assert [text.rstrip("\n") for text in trained(chosen, ids, mask)] == expected
+
+
+def test_roles_are_chosen_without_a_template_too(tmp_path):
+    encoder(tmp_path, "")
+    chosen = Encoder(tmp_path, DataConfig(train_roles=["tool"]))
+
+    ids, mask = chosen.encode([ChatMessage("user", "q"), ChatMessage("tool", "4"), ChatMessage("assistant", "it is 4")])
+
+    assert trained(chosen, ids, mask) == ["4"]
+
+
+@pytest.mark.parametrize("roles", [[], ["assistent"]])
+def test_roles_that_do_not_exist_are_refused(tmp_path, roles):
+    encoder(tmp_path, CHATML)
+
+    with pytest.raises(ConfigError, match="data.train_roles=.* must name one or more of assistant, tool, user, system"):
+        Encoder(tmp_path, DataConfig(train_roles=roles))
 
 
 def test_an_answer_like_its_surroundings_is_found_and_so_is_an_empty_one(tmp_path):
