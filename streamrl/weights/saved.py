@@ -7,6 +7,7 @@ an adapter holds its factors alone; the manifest says to which base they belong.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -117,14 +118,11 @@ def _checked_files(folder: Path) -> list[Path]:
     entries = _manifest(folder)["files"]
     paths = [folder / name for name in sorted(entries) if name.endswith(".safetensors")]
     for path in paths:
-        if not path.is_file() or _digest(path) != entries[path.name]["xxh3_128"]:
+        if not path.is_file() or _hexdigest(path) != entries[path.name]["xxh3_128"]:
             raise CheckpointError(f"{path} is missing or damaged: its digest is not the manifest's")
     return paths
 
 
-def _digest(path: Path) -> str:
-    state = xxhash.xxh3_128()
+def _hexdigest(path: Path) -> str:
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            state.update(piece)
-    return state.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
