@@ -23,9 +23,9 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, Offer, Sampling, VersionRef
 from streamrl.weights.document import Document
 from streamrl.weights.gpu.broadcast import Broadcaster
-from streamrl.weights.gpu.communicator import CommunicatorLibrary, GuardedCommunicator, Threads
-from streamrl.weights.gpu.cuda_memory import CudaMemory, IpcBufferMemory, wait_for_device
-from streamrl.weights.gpu.device_document import BucketSource, HostBuckets
+from streamrl.weights.gpu.communicator import GuardedCommunicator, Threads
+from streamrl.weights.gpu.cuda_memory import CudaMemory, wait_for_device
+from streamrl.weights.gpu.device_document import HostBuckets
 from streamrl.weights.gpu.fold128 import DocumentFold
 from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver, IpcBufferServer
 from streamrl.weights.gpu.nccl import CupyNccl
@@ -34,7 +34,7 @@ from tests.fakes.communicator import FakeLibrary
 from tests.fakes.device_memory import FakeDeviceMemory
 
 MULTI_RANK_FROM = 23003
-def slot_memory() -> IpcBufferMemory:
+def slot_memory() -> CudaMemory | FakeDeviceMemory:
     return FakeDeviceMemory(Path(DRY)) if DRY else CudaMemory(DEVICE)
 
 
@@ -67,7 +67,7 @@ class SlotScene:
         fold = DocumentFold(self.layout, DEVICE)
         fold.append(body)
         self._digests = fold.digests()
-        self._source: BucketSource = DeviceBuckets(self.layout, body)
+        self._source: DeviceBuckets | HostBuckets = DeviceBuckets(self.layout, body)
         if kind == "host":
             host = body.cpu().numpy()
             digests = [bucket_digest(memoryview(host[a:b])) for a, b in bucket_ranges(self.layout)]
@@ -219,7 +219,7 @@ def measure_nccl(repeats: int, nbytes: int) -> NcclNumbers:
     return NcclNumbers(version, form_ms[1:], call_ms[2:], _two_ranks(library, repeats, nbytes), "")
 
 
-def _two_ranks(library: CommunicatorLibrary, repeats: int, nbytes: int) -> list[float]:
+def _two_ranks(library: CupyNccl | FakeLibrary, repeats: int, nbytes: int) -> list[float]:
     """Needs NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment (bench/gpu.sh sets it): two threads of this process."""
     unique_id, samples = library.unique_id(), []
 

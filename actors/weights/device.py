@@ -8,8 +8,7 @@ import zmq
 
 from streamrl.messages import Layout, Manifest, NcclState, Offer
 from streamrl.weights.gpu.broadcast_member import BroadcastMember, BroadcastReceiver
-from streamrl.weights.gpu.communicator import CommunicatorLibrary
-from streamrl.weights.gpu.cuda_memory import CudaMemory, IpcBufferMemory, device_id
+from streamrl.weights.gpu.cuda_memory import CudaMemory, device_id
 from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver
 from streamrl.weights.gpu.nccl import CupyNccl
 from streamrl.weights.manifest import document_nbytes
@@ -25,7 +24,7 @@ class DeviceWeights:
 
     def __init__(
         self, transports: Sequence[str], device: str, context: zmq.Context, *,
-        library: Callable[[str], CommunicatorLibrary] = CupyNccl, memory: Callable[[str], IpcBufferMemory] = CudaMemory,
+        library: Callable[[str], CupyNccl] = CupyNccl, memory: Callable[[str], CudaMemory] = CudaMemory,
     ) -> None:
         self.report: Callable[[NcclState], None] = lambda state: None
         """Called for each communicator that is built, formed or lost; the client sets it."""

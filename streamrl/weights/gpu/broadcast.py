@@ -14,8 +14,9 @@ import torch
 
 from streamrl.errors import WeightsError
 from streamrl.messages import VersionRef
-from streamrl.weights.gpu.communicator import CommunicatorError, CommunicatorLibrary, GuardedCommunicator, Threads
-from streamrl.weights.gpu.device_document import BucketSource
+from streamrl.weights.gpu.communicator import CommunicatorError, GuardedCommunicator, Threads
+from streamrl.weights.gpu.device_document import HostBuckets
+from streamrl.weights.gpu.nccl import CupyNccl
 from streamrl.weights.manifest import bucket_ranges
 
 _HEADER = struct.Struct("<4sIQ")
@@ -28,7 +29,7 @@ GRACE_S = 5.0
 class Broadcaster:
     """Rank 0 of one epoch at a time. Call its methods from one thread, `stop` from any."""
 
-    def __init__(self, library: CommunicatorLibrary, device: str | torch.device) -> None:
+    def __init__(self, library: CupyNccl, device: str | torch.device) -> None:
         self.threads = Threads()
         self._library, self._device = library, torch.device(device)
         self._guard: GuardedCommunicator | None = None
@@ -48,7 +49,7 @@ class Broadcaster:
         self._guard.form(deadline_s)
 
     def send(
-        self, ref: VersionRef, source: BucketSource, *, deadline_s: float, progress: Callable[[], None] = lambda: None
+        self, ref: VersionRef, source: HostBuckets, *, deadline_s: float, progress: Callable[[], None] = lambda: None
     ) -> None:
         """Broadcast a version; while one bucket travels the next is fetched.
 

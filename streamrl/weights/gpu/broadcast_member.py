@@ -19,15 +19,10 @@ from streamrl.errors import WeightsError
 from streamrl.messages import InstallSource, Layout, Manifest, NcclState, NcclTicket, Offer, VersionRef
 from streamrl.weights.document import NotAvailable, Superseded
 from streamrl.weights.gpu.broadcast import GRACE_S, HEADER_BYTES, unpack_header
-from streamrl.weights.gpu.communicator import (
-    CommunicatorError,
-    CommunicatorLibrary,
-    CommunicatorStuck,
-    GuardedCommunicator,
-    Threads,
-)
+from streamrl.weights.gpu.communicator import CommunicatorError, CommunicatorStuck, GuardedCommunicator, Threads
 from streamrl.weights.gpu.cuda_memory import free_bytes
 from streamrl.weights.gpu.device_document import DeviceDocument, check_device_bucket, empty_document
+from streamrl.weights.gpu.nccl import CupyNccl
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, check_manifest, document_nbytes
 
 log = logging.getLogger(__name__)
@@ -59,7 +54,7 @@ class BroadcastMember:
     """
 
     def __init__(
-        self, library: CommunicatorLibrary, device: str | torch.device, report: Callable[[NcclState], None],
+        self, library: CupyNccl, device: str | torch.device, report: Callable[[NcclState], None],
         free: Callable[[torch.device], int | None] = free_bytes,
     ) -> None:
         self.threads = Threads()

@@ -1,4 +1,4 @@
-"""The communicator interface, and deadlines around collective calls that may never return.
+"""Deadlines around collective calls that may never return.
 
 Collective calls block in C until every rank has joined, and a rank that died keeps the others waiting. So each
 communicator's calls run in a thread of its own, with a deadline. `abort` from another thread ends a call in progress; a
@@ -14,39 +14,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from streamrl.errors import EngineError, WeightsError
+from streamrl.weights.gpu.nccl import CupyCommunicator, CupyNccl
 
 log = logging.getLogger(__name__)
 
 ABORT_DEADLINE_S = 5.0
 """An abort that takes longer will not return."""
-
-
-class Communicator(Protocol):
-    """One rank of one group that never changes. Methods block; after any failure only `abort` may be called."""
-
-    def test(self) -> None:
-        """A one-element all-reduce; raises WeightsError unless it counts every rank."""
-
-    def broadcast(self, buffer: torch.Tensor) -> None:
-        """Copy rank 0's bytes (uint8, contiguous) into every rank's buffer; complete when this returns."""
-
-    def abort(self) -> None:
-        """End whatever is in progress here; callable from any thread."""
-
-
-class CommunicatorLibrary(Protocol):
-    """Makes communicators: NCCL through cupy, or a stand-in of the tests."""
-
-    def unique_id(self) -> bytes:
-        """Names a new group; called by its rank 0."""
-
-    def connect(self, world: int, unique_id: bytes, rank: int) -> Communicator:
-        """Blocks until all ranks have connected."""
 
 
 class CommunicatorError(WeightsError):
@@ -108,11 +86,11 @@ class GuardedCommunicator:
     """
 
     def __init__(
-        self, library: CommunicatorLibrary, threads: Threads, *, rank: int, world: int, unique_id: bytes, what: str
+        self, library: CupyNccl, threads: Threads, *, rank: int, world: int, unique_id: bytes, what: str
     ) -> None:
         self._library, self._threads, self._what = library, threads, what
         self._rank, self._world, self._unique_id = rank, world, unique_id
-        self._inner: Communicator | None = None
+        self._inner: CupyCommunicator | None = None
         self._stop: Future[None] = Future()  # waited for beside a call
         self._dead = False
         self._caller = CallingThread(what)
@@ -131,7 +109,7 @@ class GuardedCommunicator:
         self._call(inner.test, max(0.0, deadline - time.monotonic()), "its test")
 
     def broadcast(self, buffer: torch.Tensor, deadline_s: float) -> None:
-        """Broadcast as `Communicator.broadcast` does, within `deadline_s`.
+        """Broadcast as `CupyCommunicator.broadcast` does, within `deadline_s`.
 
         Raises:
             CommunicatorError: it failed or was too slow; the communicator was aborted.
@@ -184,7 +162,7 @@ class GuardedCommunicator:
                 raise
             raise CommunicatorError(f"{self._what} failed: {error!r}") from error
 
-    def _abort(self, inner: Communicator) -> None:
+    def _abort(self, inner: CupyCommunicator) -> None:
         thread = CallingThread(f"{self._what}: its abort")
         call = thread.begin(inner.abort)
         thread.request_exit()

@@ -9,27 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.gpus import gpu_of
-
-
-class IpcBufferMemory(Protocol):
-    """Memory that two processes can have open at once: of a GPU, or a stand-in of the tests."""
-
-    device: torch.device
-    device_id: str
-
-    def create(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
-        """uint8 [nbytes], and the handle (64 bytes at most) that opens it elsewhere."""
-        ...
-
-    def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
-        """The same memory in another process. Raises WeightsError."""
-        ...
 
 
 def require_gpu(transport: str, where: str, device: str) -> None:
@@ -100,6 +85,7 @@ class CudaMemory:
             getattr(self._driver, name).argtypes = [ctypes.c_uint64]
 
     def create(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        """uint8 [nbytes], and the handle (64 bytes) that opens it elsewhere."""
         with torch.cuda.device(self.device):
             torch.cuda.current_stream().synchronize()  # makes torch's context the current one of this thread
             address, handle = ctypes.c_uint64(), _Handle()
@@ -109,6 +95,7 @@ class CudaMemory:
             return torch.as_tensor(span, device=self.device), ctypes.string_at(ctypes.byref(handle), 64)
 
     def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
+        """The same memory in another process. Raises WeightsError."""
         if len(handle) != 64:
             raise WeightsError(f"a CUDA IPC handle has 64 bytes, this one {len(handle)}")
         with torch.cuda.device(self.device):

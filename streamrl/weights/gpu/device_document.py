@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -83,16 +82,6 @@ def check_device_bucket(index: int, data: torch.Tensor, manifest: Manifest) -> N
     check_digest(index, fold128(data), manifest)
 
 
-class BucketSource(Protocol):
-    """The source that a broadcaster takes a document from."""
-
-    layout: Layout
-
-    def fill(self, index: int, out: torch.Tensor) -> None:
-        """Copy bucket `index` into `out`, uint8 of at least its size; complete when this returns."""
-        ...
-
-
 class HostBuckets:
     """The buckets of a verified document on the host.
 
@@ -106,6 +95,7 @@ class HostBuckets:
         self._ranges: Sequence[tuple[int, int]] = bucket_ranges(document.layout)
 
     def fill(self, index: int, out: torch.Tensor) -> None:
+        """Copy bucket `index` into `out`, uint8 of at least its size; complete when this returns."""
         start, end = self._ranges[index]
         host = out[: end - start] if self._bounce is None else self._bounce[: end - start]
         host.numpy()[:] = np.frombuffer(self._document.view(start, end), dtype=np.uint8)

@@ -16,20 +16,19 @@ import zmq
 
 from streamrl.errors import WeightsError, WireError
 from streamrl.messages.actors import InstallSource
-from streamrl.messages.base import ACTOR_TO_IPC, IPC_TO_ACTOR, Message, VersionRef
+from streamrl.messages.base import IPC_TO_ACTOR, VersionRef
 from streamrl.messages.codec import Decoder, encode
 from streamrl.messages.ranks import IpcBufferEnd, IpcBufferFilled, IpcBufferFree, IpcBufferOpen
 from streamrl.messages.weights import IpcBufferTicket, Layout, Manifest, Offer
 from streamrl.weights.document import NotAvailable, Superseded, VersionRetired
-from streamrl.weights.gpu.cuda_memory import IpcBufferMemory, wait_for_device
-from streamrl.weights.gpu.device_document import BucketSource, DeviceDocument, check_device_bucket, empty_document
-from streamrl.weights.gpu.ipc_buffers import NUM_SLOTS, IpcBufferRing
+from streamrl.weights.gpu.cuda_memory import CudaMemory, wait_for_device
+from streamrl.weights.gpu.device_document import DeviceDocument, HostBuckets, check_device_bucket, empty_document
+from streamrl.weights.gpu.ipc_buffers import MAX_MESSAGE_BYTES, NUM_SLOTS, IpcBufferRing, ReaderSocket
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, check_manifest, document_nbytes
 
 log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 0.05
-_MAX_MESSAGE_BYTES = 4096
 
 
 # --- the broadcaster ----------------------------------------------------------------------------------------------
@@ -45,7 +44,7 @@ class IpcBufferServer:
     """
 
     def __init__(
-        self, memory: IpcBufferMemory, context: zmq.Context, endpoint: str, *, slot_bytes: int, deadline_s: float = 10.0
+        self, memory: CudaMemory, context: zmq.Context, endpoint: str, *, slot_bytes: int, deadline_s: float = 10.0
     ) -> None:
         self.endpoint = endpoint
         made = [memory.create(slot_bytes) for _ in range(NUM_SLOTS)]
@@ -58,7 +57,7 @@ class IpcBufferServer:
         self._thread = threading.Thread(target=self._run, name="slots", daemon=True)
         self._thread.start()
 
-    def publish(self, ref: VersionRef, source: BucketSource) -> None:
+    def publish(self, ref: VersionRef, source: HostBuckets) -> None:
         """Serve this version to readers that ask for it; returns at once.
 
         Raises:
@@ -83,38 +82,6 @@ class IpcBufferServer:
         while not self._stopping.is_set():
             self._ring.serve()
         self._wire.close()
-
-
-class ReaderSocket:
-    """The readers of `IpcBufferRing`, over a local socket."""
-
-    def __init__(self, context: zmq.Context, endpoint: str) -> None:
-        self._decoder = Decoder(ACTOR_TO_IPC, max_bytes=_MAX_MESSAGE_BYTES)
-        self._socket = context.socket(zmq.ROUTER)
-        # A send to a reader that has left raises instead of being dropped without notice.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(endpoint)
-
-    def receive(self, timeout_s: float) -> tuple[bytes, Message] | None:
-        if not self._socket.poll(int(1000 * timeout_s)):
-            return None
-        try:
-            reader, frame = self._socket.recv_multipart()
-            return reader, self._decoder.decode(frame)
-        except (WireError, ValueError) as error:
-            log.warning("refused a message at the IPC buffers: %s", error)
-            return None
-
-    def send(self, reader: bytes, message: Message) -> bool:
-        try:
-            self._socket.send_multipart([reader, encode(message)], zmq.NOBLOCK)
-            return True
-        except zmq.ZMQError as error:  # it left or reads nothing: it must not block the others
-            log.debug("a reader of the IPC buffers left: %s", error)
-            return False
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
 
 
 # --- a reader -----------------------------------------------------------------------------------------------------
@@ -155,7 +122,7 @@ class PeerBackoff:
 class IpcBufferReader:
     """An actor's open buffers; as long-lived as the process, used by one fetch at a time."""
 
-    def __init__(self, memory: IpcBufferMemory, context: zmq.Context) -> None:
+    def __init__(self, memory: CudaMemory, context: zmq.Context) -> None:
         self.memory, self.context = memory, context
         self.silence = PeerBackoff()
         # Kept open over all fetches: opening is the expensive part.
@@ -198,7 +165,7 @@ class IpcBufferReceiver:
 
     def __init__(self, offer: Offer, reader: IpcBufferReader) -> None:
         self._offer, self._reader = offer, reader
-        self._decoder = Decoder(IPC_TO_ACTOR, max_bytes=_MAX_MESSAGE_BYTES)
+        self._decoder = Decoder(IPC_TO_ACTOR, max_bytes=MAX_MESSAGE_BYTES)
 
     def receive(
         self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float

@@ -10,12 +10,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
+import zmq
 
-from streamrl.messages import IpcBufferEnd, IpcBufferFilled, IpcBufferFree, IpcBufferOpen, Message, VersionRef
-from streamrl.weights.gpu.device_document import BucketSource
+from streamrl.errors import WireError
+from streamrl.messages import (
+    ACTOR_TO_IPC,
+    IpcBufferEnd,
+    IpcBufferFilled,
+    IpcBufferFree,
+    IpcBufferOpen,
+    Message,
+    VersionRef,
+)
+from streamrl.messages.codec import Decoder, encode
+from streamrl.weights.gpu.device_document import HostBuckets
 
 log = logging.getLogger(__name__)
 
@@ -25,16 +35,41 @@ NUM_SLOTS = 2
 _LOOK_UP_S = 0.02
 # Read in a row, so that a flood of messages cannot keep late readers from being dropped.
 _MAX_MESSAGES = 256
+MAX_MESSAGE_BYTES = 4096
 
 
-class Wire(Protocol):
-    """The readers' messages, and the way to them."""
+class ReaderSocket:
+    """The readers of `IpcBufferRing`, over a local socket."""
+
+    def __init__(self, context: zmq.Context, endpoint: str) -> None:
+        self._decoder = Decoder(ACTOR_TO_IPC, max_bytes=MAX_MESSAGE_BYTES)
+        self._socket = context.socket(zmq.ROUTER)
+        # A send to a reader that has left raises instead of being dropped without notice.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.bind(endpoint)
 
     def receive(self, timeout_s: float) -> tuple[bytes, Message] | None:
         """The next reader and its message; None if none came in time."""
+        if not self._socket.poll(int(1000 * timeout_s)):
+            return None
+        try:
+            reader, frame = self._socket.recv_multipart()
+            return reader, self._decoder.decode(frame)
+        except (WireError, ValueError) as error:
+            log.warning("refused a message at the IPC buffers: %s", error)
+            return None
 
     def send(self, reader: bytes, message: Message) -> bool:
         """Whether the message was queued; a reader for which it was not has left."""
+        try:
+            self._socket.send_multipart([reader, encode(message)], zmq.NOBLOCK)
+            return True
+        except zmq.ZMQError as error:  # it left or reads nothing: it must not block the others
+            log.debug("a reader of the IPC buffers left: %s", error)
+            return False
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
 
 
 class IpcBufferRing:
@@ -47,18 +82,18 @@ class IpcBufferRing:
     """
 
     def __init__(
-        self, wire: Wire, slots: Sequence[torch.Tensor], *, deadline_s: float, stopped: Callable[[], bool],
+        self, wire: ReaderSocket, slots: Sequence[torch.Tensor], *, deadline_s: float, stopped: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._wire, self._slots, self._deadline_s, self._stopped, self._clock = wire, slots, deadline_s, stopped, clock
-        self._newest: tuple[VersionRef, BucketSource] | None = None
+        self._newest: tuple[VersionRef, HostBuckets] | None = None
         self._waiting: dict[bytes, tuple[VersionRef, float]] = {}  # reader -> its version, until when
         self._sent: VersionRef | None = None  # of the pass in progress, with its readers
         self._readers: set[bytes] = set()
         self._unread: dict[tuple[bytes, int], float] = {}  # (reader, bucket that it has still to copy) -> until when
         self.filling_since: float | None = None
 
-    def publish(self, ref: VersionRef, source: BucketSource) -> None:
+    def publish(self, ref: VersionRef, source: HostBuckets) -> None:
         """Serve this version from now on; a pass in progress continues to its end."""
         self._newest = ref, source
 
@@ -76,7 +111,7 @@ class IpcBufferRing:
         self._send(ref, source)
         self._sent, self._readers = None, set()
 
-    def _send(self, ref: VersionRef, source: BucketSource) -> None:
+    def _send(self, ref: VersionRef, source: HostBuckets) -> None:
         """One pass: every bucket to every reader that is still there."""
         num_buckets = len(source.layout.bucket_bytes)
         for bucket in range(num_buckets + len(self._slots)):
@@ -91,7 +126,7 @@ class IpcBufferRing:
         while any(which == bucket for _, which in self._unread) and not self._stopped():
             self._hear()
 
-    def _fill(self, ref: VersionRef, source: BucketSource, bucket: int) -> bool:
+    def _fill(self, ref: VersionRef, source: HostBuckets, bucket: int) -> bool:
         """Fill a free slot and tell the readers; False if the document cannot be read."""
         slot, self.filling_since = bucket % len(self._slots), self._clock()
         try:

@@ -66,9 +66,11 @@ class CupyNccl:
         return int(self._nccl.get_version())
 
     def unique_id(self) -> bytes:
+        """Names a new group; called by its rank 0."""
         return bytes(self._nccl.get_unique_id()).ljust(UNIQUE_ID_BYTES, b"\0")
 
     def connect(self, world: int, unique_id: bytes, rank: int) -> CupyCommunicator:
+        """Blocks until all ranks have connected."""
         with torch.cuda.device(self.device), self._cupy.cuda.Device(self.device.index), named_errors():
             torch.cuda.current_stream().synchronize()  # makes torch's context the current one of this thread
             inner = self._nccl.NcclCommunicator(world, unique_id, rank)
@@ -92,7 +94,10 @@ def named_errors() -> Iterator[None]:
 
 
 class CupyCommunicator:
-    """One rank on one GPU, with a stream of its own. See `streamrl.weights.gpu.communicator.Communicator`."""
+    """One rank of one group that never changes, on one GPU, with a stream of its own.
+
+    Methods block; after any failure only `abort` may be called.
+    """
 
     def __init__(self, nccl: Any, inner: Any, device: torch.device, world: int) -> None:
         self._nccl, self._inner, self._device, self._world = nccl, inner, device, world
@@ -100,6 +105,7 @@ class CupyCommunicator:
         self._aborted = False
 
     def test(self) -> None:
+        """A one-element all-reduce; raises WeightsError unless it counts every rank."""
         with torch.cuda.device(self._device), named_errors():
             one = torch.ones(1, dtype=torch.int32, device=self._device)
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -110,6 +116,7 @@ class CupyCommunicator:
                 raise WeightsError(f"{total} ranks answered, the group has {self._world}")
 
     def broadcast(self, buffer: torch.Tensor) -> None:
+        """Copy rank 0's bytes (uint8, contiguous) into every rank's buffer; complete when this returns."""
         if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.device != self._device:
             raise WeightsError(f"a broadcast moves contiguous bytes on {self._device}, got {buffer.dtype} there: "
                                f"{buffer.device}")
@@ -123,6 +130,7 @@ class CupyCommunicator:
             self._inner.check_async_error()
 
     def abort(self) -> None:
+        """End whatever is in progress here; callable from any thread."""
         self._aborted = True
         with torch.cuda.device(self._device), named_errors():
             self._inner.abort()
