@@ -28,7 +28,8 @@ SHM_ROOT = Path("/dev/shm")
 PREFIX = "streamrl-"
 LOCK_NAME = "owner.lock"
 SPARE_NAME = "w.spare.tmp"
-_DOCUMENT = re.compile(r"w\.(\d+\.\d+(\.tmp)?|spare\.tmp)")
+_DOCUMENT = "w."
+"""Begins the name of every file that is ours, but for the lock."""
 _POLL_S = 0.02
 
 
@@ -75,18 +76,18 @@ class RunDirectory:
         """Remove every document, the lock and the directory; may be called twice."""
         if self._fd is None:
             return
-        _remove_locked(self.path, self._fd)
+        remove_locked(self.path, self._fd)
         self._fd = None
 
 
-def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0) -> bool:
+def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0, lock_name: str = LOCK_NAME) -> bool:
     """Remove the directory of a run whose owner is dead, or dies within `wait_s`; True if nothing of it is left."""
     path = Path(path)
     deadline = time.monotonic() + wait_s
     while path.exists():
-        fd = _try_lock(path, run_id, create=False)
+        fd = _try_lock(path, run_id, create=False, lock_name=lock_name)
         if fd is not None:
-            _remove_locked(path, fd)
+            remove_locked(path, fd, lock_name)
             return not path.exists()
         with contextlib.suppress(OSError):  # left empty by an owner or cleaner that died beside the lock file
             path.rmdir()
@@ -96,13 +97,18 @@ def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0) -> boo
     return True
 
 
-def remove_dead(root: Path = SHM_ROOT) -> list[Path]:
-    """Remove this user's directories of runs whose owner and hub were both killed; returns them."""
+def remove_dead(root: Path = SHM_ROOT, *, prefix: str = PREFIX, lock_name: str = LOCK_NAME) -> list[Path]:
+    """Remove this user's directories whose owners were all killed, and the hub that would have done it; returns them.
+
+    Args:
+        prefix: of their names, before the run id.
+        lock_name: the file that a living owner has locked.
+    """
     removed = []
-    for path in root.glob(f"{PREFIX}*"):
+    for path in root.glob(f"{prefix}*"):
         try:
             mine = path.lstat().st_uid == os.getuid() and path.is_dir() and not path.is_symlink()
-            if mine and remove_run_dir(path, path.name.removeprefix(PREFIX)):
+            if mine and remove_run_dir(path, path.name.removeprefix(prefix), lock_name=lock_name):
                 log.warning("%s was removed: a run that is dead had left it", path)
                 removed.append(path)
         except (OSError, RunLockedError) as error:
@@ -134,12 +140,12 @@ def lock_file(path: Path, how: int = fcntl.LOCK_EX, *, create: bool = True) -> i
     return None
 
 
-def _try_lock(path: Path, run_id: str, *, create: bool) -> int | None:
+def _try_lock(path: Path, run_id: str, *, create: bool, lock_name: str = LOCK_NAME) -> int | None:
     """A descriptor that owns the directory; None while another process does or, without `create`, if none ever did."""
     try:
         if create:
             make_private(path)
-        fd = lock_file(path / LOCK_NAME, create=create)
+        fd = lock_file(path / lock_name, create=create)
     except FileNotFoundError:
         return None
     if fd is None:
@@ -156,16 +162,16 @@ def _try_lock(path: Path, run_id: str, *, create: bool) -> int | None:
 
 def _remove_documents(path: Path) -> None:
     for entry in list(path.iterdir()):
-        if _DOCUMENT.fullmatch(entry.name):
+        if entry.name.startswith(_DOCUMENT):
             entry.unlink(missing_ok=True)
 
 
-def _remove_locked(path: Path, fd: int) -> None:
-    """Remove what we wrote, the lock last, then the directory unless it holds foreign files."""
+def remove_locked(path: Path, fd: int, lock_name: str = LOCK_NAME) -> None:
+    """Remove what we wrote, the lock last, then the directory unless it holds foreign files; `fd` holds the lock."""
     try:
         _remove_documents(path)
         # The lock last: until then no other process may take the directory for its own.
-        (path / LOCK_NAME).unlink(missing_ok=True)
+        (path / lock_name).unlink(missing_ok=True)
         path.rmdir()
     except FileNotFoundError:
         pass
