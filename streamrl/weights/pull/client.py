@@ -70,32 +70,32 @@ class ZmqReceiver:
         self.stats = PullStats()
         self.moved_bytes = 0
         self.waiting_since: float | None = None
+        self._decoder = Decoder(FROM_WEIGHTS, max_bytes=_MAX_HEADER_BYTES)
 
     def receive(self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float) -> Brought:
         """See `transport.Receiver`; afterwards `source` tells whether the version came as a delta."""
         check_manifest(manifest, layout)
         base = self._delta_base.base_of(manifest, self._parent) if self._delta_base is not None else None
-        with self._open() as socket:
-            pull = _Connection(self, socket, cancelled, deadline)
-            if base is not None and (found := self._try_delta(pull, base, manifest, layout)) is not None:
+        with self._connection(cancelled, deadline):
+            if base is not None and (found := self._try_delta(base, manifest, layout)) is not None:
                 return found
-            return self._receive_full(pull, manifest, layout)
+            return self._receive_full(manifest, layout)
 
-    def _receive_full(self, pull: _Connection, manifest: Manifest, layout: Layout) -> Brought:
+    def _receive_full(self, manifest: Manifest, layout: Layout) -> Brought:
         started = time.monotonic()
         memory = self._memory.take(document_nbytes(layout))
         buckets = [memory[start:end] for start, end in bucket_ranges(layout)]
         plan = PullPlan(buckets, manifest.digests, self._limits, what=f"version {manifest.ref}", now=started)
-        pull.run(plan, Pull(self._token, manifest.ref, PullMode.FULL, 0, 0, 0))
+        self._pull(plan, manifest.ref, PullMode.FULL)
         elapsed = time.monotonic() - started
         # The plan is done only when every bucket has matched its digest.
         return Document(memory, manifest, layout, verified=True), elapsed - plan.verify_s, plan.verify_s
 
-    def _try_delta(self, pull: _Connection, base: Document, manifest: Manifest, layout: Layout) -> Brought | None:
+    def _try_delta(self, base: Document, manifest: Manifest, layout: Layout) -> Brought | None:
         """None when the full version has to be pulled; raises where that could not be pulled either."""
         assert self._delta_base is not None
         try:
-            found = self._receive_delta(pull, base, manifest, layout)
+            found = self._receive_delta(base, manifest, layout)
         except DeltaUnavailable as error:
             log.info("%s", error)
             return None
@@ -109,16 +109,16 @@ class ZmqReceiver:
         self.source = InstallSource.ZMQ_DELTA
         return found
 
-    def _receive_delta(self, pull: _Connection, base: Document, manifest: Manifest, layout: Layout) -> Brought:
+    def _receive_delta(self, base: Document, manifest: Manifest, layout: Layout) -> Brought:
         started = time.monotonic()
         what = f"the delta from {base.manifest.ref} to {manifest.ref}"
-        blank = Pull(self._token, manifest.ref, PullMode.DELTA, 0, 0, 0)
         index_plan = IndexPlan(self._limits, what=what, now=started)
-        pull.run(index_plan, blank)
+        self._pull(index_plan, manifest.ref, PullMode.DELTA)
         # Sizes were checked against the layout here, before memory is taken for the payloads.
         index = index_plan.index(base.manifest, layout)
         payloads = [memoryview(bytearray(nbytes)) for nbytes in index.nbytes]
-        pull.run(PullPlan(payloads, index.digests, self._limits, what=what, now=time.monotonic()), blank)
+        plan = PullPlan(payloads, index.digests, self._limits, what=what, now=time.monotonic())
+        self._pull(plan, manifest.ref, PullMode.DELTA)
         transfer_s = time.monotonic() - started
         memory = self._memory.take(document_nbytes(layout))
         document, verify_s = apply_delta(base, manifest, layout, payloads, memory)
@@ -131,15 +131,17 @@ class ZmqReceiver:
             raise WeightsError(f"the hub offers {nbytes} bytes of assets, expected 1..{MAX_ASSETS_BYTES}")
         memory = bytearray(nbytes)
         plan = PullPlan([memoryview(memory)], [digest], self._limits, what="the assets", now=time.monotonic())
-        with self._open() as socket:
-            blank = Pull(self._token, VersionRef(0, 0), PullMode.ASSETS, 0, 0, 0)
-            _Connection(self, socket, cancelled, deadline).run(plan, blank)
+        with self._connection(cancelled, deadline):
+            self._pull(plan, VersionRef(0, 0), PullMode.ASSETS)
         return bytes(memory)
 
+    # --- one connection, on which plans are carried out one after another -------------------------------------------
+
     @contextlib.contextmanager
-    def _open(self) -> Iterator[zmq.Socket]:
+    def _connection(self, cancelled: threading.Event, deadline: float) -> Iterator[None]:
+        self._cancelled, self._deadline = cancelled, deadline
         try:
-            socket = actor_dealer(
+            self._socket = actor_dealer(
                 self._context, self.endpoint, max_message_bytes=self._limits.max_message_bytes,
                 # Two windows of answers: every PULL in flight may have been sent again, and be answered twice.
                 receive_hwm=2 * self._limits.pull_window + 8, key=self._key,
@@ -147,57 +149,45 @@ class ZmqReceiver:
         except zmq.ZMQError as error:
             raise NotAvailable(f"cannot connect to {self.endpoint!r}: {error}") from error
         try:
-            yield socket
+            yield
         finally:
             # Nothing that is still queued matters: what was not answered will be pulled again.
-            socket.close(linger=0)
+            self._socket.close(linger=0)
+            self.waiting_since = None
 
-
-class _Connection:
-    """One connected socket, on which plans are carried out one after another."""
-
-    def __init__(self, receiver: ZmqReceiver, socket: zmq.Socket, cancelled: threading.Event, deadline: float) -> None:
-        self._receiver, self._socket, self._cancelled, self._deadline = receiver, socket, cancelled, deadline
-        self._endpoint = receiver.endpoint
-        self._decoder = Decoder(FROM_WEIGHTS, max_bytes=_MAX_HEADER_BYTES)
-
-    def run(self, plan: ChunkPlan, blank: Pull) -> None:
+    def _pull(self, plan: ChunkPlan, ref: VersionRef, mode: PullMode) -> None:
         """Carry out a plan; raises as the plan does, Superseded when cancelled, NotAvailable when too late."""
-        self._receiver.stats = plan.stats
-        self._receiver.waiting_since = time.monotonic()
-        try:
-            self._work(plan, blank)
-        finally:
-            self._receiver.waiting_since = None
-
-    def _work(self, plan: ChunkPlan, blank: Pull) -> None:
+        self.stats = plan.stats
+        self.waiting_since = time.monotonic()
         while not plan.done:
             now = time.monotonic()
             if self._cancelled.is_set():
                 raise Superseded(f"{plan.what}: abandoned for a newer version")
             if now >= self._deadline:
-                raise NotAvailable(f"{plan.what}: not complete in time, {plan.progress()} from {self._endpoint}")
+                raise NotAvailable(f"{plan.what}: not complete in time, {plan.progress()} from {self.endpoint}")
             plan.tick(now)
-            blocked = self._send(plan, blank, now)
-            if not self._receive(plan, blank):
+            blocked = self._send(plan, ref, mode, now)
+            if not self._receive(plan, ref, mode):
                 # Poll for POLLOUT only while a send is refused: on a connected socket it would return at once, always.
                 wait_s = min(plan.next_event(now), self._deadline - now, _POLL_S)
                 self._socket.poll(int(wait_s * 1000) + 1, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
+        self.waiting_since = None
         if plan.stats.repeated_pulls or plan.stats.refused_chunks or plan.stats.refused_buckets:
-            log.info("%s came from %s with repairs: %s", plan.what, self._endpoint, plan.stats)
+            log.info("%s came from %s with repairs: %s", plan.what, self.endpoint, plan.stats)
 
-    def _send(self, plan: ChunkPlan, blank: Pull, now: float) -> bool:
+    def _send(self, plan: ChunkPlan, ref: VersionRef, mode: PullMode, now: float) -> bool:
         """Fill the window; True if the socket cannot take more, for lack of a connection."""
         while (ask := plan.next_ask(now)) is not None:
-            pull = Pull(blank.pull_token, blank.target, blank.mode, ask.bucket, ask.offset, ask.length)
             try:
-                self._socket.send(encode(pull), zmq.NOBLOCK)
+                self._socket.send(
+                    encode(Pull(self._token, ref, mode, ask.bucket, ask.offset, ask.length)), zmq.NOBLOCK
+                )
             except zmq.Again:
                 return True
             plan.sent(ask)
         return False
 
-    def _receive(self, plan: ChunkPlan, blank: Pull) -> bool:
+    def _receive(self, plan: ChunkPlan, ref: VersionRef, mode: PullMode) -> bool:
         """Take one answer; False if none is there."""
         try:
             frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -208,15 +198,15 @@ class _Connection:
         except WireError as error:
             # Its PULL is still in flight, and is overtaken or times out.
             plan.stats.refused_chunks += 1
-            log.warning("%s: %s sent something other than a CHUNK: %s", plan.what, self._endpoint, error)
+            log.warning("%s: %s sent something other than a CHUNK: %s", plan.what, self.endpoint, error)
             return True
         assert isinstance(chunk, Chunk), chunk
         # One socket carries the index and then the payloads of a delta: late answers of the plan before are dropped.
-        if (chunk.target, chunk.mode) != (blank.target, blank.mode) or len(frames) != 2:
+        if (chunk.target, chunk.mode) != (ref, mode) or len(frames) != 2:
             plan.stats.surplus_chunks += 1
             return True
-        self._receiver.moved_bytes += len(frames[1].buffer)
-        self._receiver.waiting_since = time.monotonic()
+        self.moved_bytes += len(frames[1].buffer)
+        self.waiting_since = time.monotonic()
         plan.accept(chunk, frames[1].buffer, time.monotonic())
         return True
 
