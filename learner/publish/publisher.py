@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -172,7 +173,7 @@ class Publisher:
             log.info("the learner's ranks do not share a host: rank 0 gathers the weights and writes them")
             return False
         assert file is not None
-        with file:
+        with closing(file):
             try:
                 named = [(name, tensor) for (name, _), tensor in zip(self._parameters, tensors, strict=True)]
                 parts = parts_of(named, self.layout, ranks)

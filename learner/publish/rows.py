@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -98,12 +97,6 @@ class SharedFile:
 
     def close(self) -> None:
         os.close(self._fd)
-
-    def __enter__(self) -> SharedFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def write_parts(

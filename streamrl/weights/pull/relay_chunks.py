@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
 
 from streamrl.messages import Chunk, ChunkStatus, Limits, Pull, PullMode, VersionRef
 from streamrl.weights.pull.chunk_server import EMPTY, ChunkServer, reply
+from streamrl.weights.pull.client import ZmqReceiver
 
 KEEP_VERSIONS = 2
 DELTA_MAX_RATIO = 0.25
@@ -21,17 +21,12 @@ MAX_ASKED = 64
 """Missing versions whose first PULL is remembered."""
 
 
-class Puller(Protocol):
-    """The progress of a `streamrl.weights.pull.client.ZmqReceiver`."""
-
-    waiting_since: float | None
-    moved_bytes: int
-
-
 class InFlightVersions:
     """The versions that a relay is fetching, with `puller` if by a socket; read by the thread that serves."""
 
-    def __init__(self, puller: Callable[[], Puller | None], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, puller: Callable[[], ZmqReceiver | None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._puller, self._clock = puller, clock
         self._refs: frozenset[VersionRef] | None = None
         self._failed = False
