@@ -20,6 +20,7 @@ import mmap
 import os
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, VersionRef
@@ -48,6 +50,8 @@ HEADER_BYTES = 64
 # First in the file: a reader on the same host knows from these bytes alone whether it sees the same document.
 PROBE_BYTES = 16
 MAGIC = b"SRLMDOC1"
+PIECE_BYTES = 256 << 10
+"""Copied, then digested while it is still in the cache, before the next piece is touched."""
 NUM_THREADS = min(2, os.cpu_count() or 1)
 # Below this a digest takes about a millisecond, and starting threads is not worth it.
 _WORTH_A_THREAD = 8 << 20
@@ -228,6 +232,41 @@ def digest_all(buckets: Sequence[memoryview]) -> list[bytes]:
         return list(map(bucket_digest, buckets))
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="digest") as threads:
         return list(threads.map(bucket_digest, buckets))
+
+
+class RunningDigest:
+    """One bucket being filled in chunks: in order, memory is read once; out of order, a second time."""
+
+    def __init__(self, bucket: memoryview) -> None:
+        self._bucket = bucket
+        self._restart()
+
+    def _restart(self) -> None:
+        self._hasher, self._upto = xxhash.xxh3_128(), 0
+
+    def copy(self, offset: int, data: memoryview) -> float:
+        """Put `data` at `offset`; seconds spent on digesting."""
+        end, seconds = offset + len(data), 0.0
+        if offset != self._upto:
+            if offset < self._upto:
+                self._restart()  # bytes that were digested already change
+            self._bucket[offset:end] = data
+            return seconds
+        for start in range(offset, end, PIECE_BYTES):
+            piece = self._bucket[start : min(start + PIECE_BYTES, end)]
+            piece[:] = data[start - offset : start - offset + len(piece)]
+            started = time.perf_counter()
+            self._hasher.update(piece)
+            seconds += time.perf_counter() - started
+        self._upto = end
+        return seconds
+
+    def finish(self) -> tuple[bytes, float]:
+        """(digest of the whole bucket, seconds spent on it); the next `copy` starts over."""
+        started = time.perf_counter()
+        digest = self._hasher.digest() if self._upto == len(self._bucket) else bucket_digest(self._bucket)
+        self._restart()
+        return digest, time.perf_counter() - started
 
 
 class DocumentMemory:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamrl.weights.document import PIECE_BYTES
+
 BUFFER_BYTES = 16 << 20
 """Of each of the two."""
-PIECE_BYTES = 256 << 10
-"""Of memory that is given as it is: used by the caller while it is still in the cache."""
 
 
 class Download:

@@ -6,7 +6,6 @@ connection is first in, first out, so its own answer is lost), or all of them af
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -16,8 +15,7 @@ import xxhash
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Chunk, ChunkStatus, Limits
-from streamrl.weights.document import NotAvailable, VersionRetired
-from streamrl.weights.manifest import bucket_digest
+from streamrl.weights.document import NotAvailable, RunningDigest, VersionRetired
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +160,7 @@ class PullPlan(ChunkPlan):
         super().__init__(limits, what=what, now=now)
         self._buckets, self._digests = buckets, digests
         self._missing = [0] * len(buckets)  # chunks
+        self._running = [RunningDigest(bucket) for bucket in buckets]
         for index in range(len(buckets)):
             self._want(index)
 
@@ -181,15 +180,14 @@ class PullPlan(ChunkPlan):
         return f"{len(self._buckets) - num_missing} of {len(self._buckets)} buckets verified"
 
     def _store(self, ask: Ask, chunk: Chunk, payload: memoryview) -> None:
-        self._buckets[ask.bucket][ask.offset : ask.offset + ask.length] = payload
+        self.verify_s += self._running[ask.bucket].copy(ask.offset, payload)
         self._missing[ask.bucket] -= 1
         if self._missing[ask.bucket] == 0:
             self._close_bucket(ask.bucket)
 
     def _close_bucket(self, index: int) -> None:
-        started = time.perf_counter()
-        digest = bucket_digest(self._buckets[index])
-        self.verify_s += time.perf_counter() - started
+        digest, seconds = self._running[index].finish()
+        self.verify_s += seconds
         # Each chunk matched the digest sent with it, so the sender itself has other bytes than the manifest names.
         if digest != self._digests[index]:
             self.stats.refused_buckets += 1
