@@ -28,7 +28,7 @@ from learner.publish.rows import SharedFile, parts_of, sharded_by_rows, write_pa
 from learner.ranks.mesh import Ranks
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, VersionRef
-from streamrl.weights.document import PROBE_BYTES
+from streamrl.weights.document import PIECE_BYTES, PROBE_BYTES
 from streamrl.weights.gpu.fold128 import DocumentFold
 from streamrl.weights.gpu.pinned import Download
 from streamrl.weights.manifest import DIGEST_FOLD128, document_nbytes, make_layout, make_manifest
@@ -36,6 +36,7 @@ from streamrl.weights.shm.transport import ShmPublisher
 from streamrl.weights.shm.writer import DocumentWriter
 
 log = logging.getLogger("streamrl.learner")
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,21 +231,15 @@ class _Draft:
         """Write the next tensor; returns its bytes."""
         if self._writer is None or self._failure is not None:
             return 0
-        nbytes = tensor.numel() * wire_dtype.itemsize
         try:
-            flat = tensor.detach().reshape(-1)
-            if self._fold is not None or flat.device.type != "cpu":
-                flat = flat.to(wire_dtype)
+            if self._fold is not None or tensor.device.type != "cpu":
+                tensor = tensor.detach().to(wire_dtype)
             if self._fold is not None:
-                self._fold.append(flat.view(torch.uint8))
-            if flat.device.type != "cpu":
-                for _, piece in download.pieces([(0, flat)]):
-                    self._writer.append(piece)
-            elif nbytes:  # cast on the way into the document
-                torch.frombuffer(self._writer.room(nbytes), dtype=wire_dtype).copy_(flat)
+                self._fold.append(tensor.reshape(-1).view(torch.uint8))
+            _write(tensor, wire_dtype, self._writer, download)
         except Exception as error:
             self._failure = error
-        return nbytes
+        return tensor.numel() * wire_dtype.itemsize
 
     def where(self) -> bytes:
         """The file's first random bytes, then its path; nothing if there is none."""
@@ -278,3 +273,19 @@ class _Draft:
         finally:
             if self._writer is not None:
                 self._writer.abort()
+
+
+def _write(tensor: torch.Tensor, wire_dtype: torch.dtype, writer: DocumentWriter, download: Download) -> None:
+    """Copy straight into the document and digest: on a CPU it is cast on the way, in pieces that stay in the cache."""
+    flat = tensor.detach().reshape(-1)
+    if flat.device.type != "cpu":
+        for _, piece in download.pieces([(0, flat)]):
+            writer.room(len(piece))[:] = piece
+            writer.filled(len(piece))
+        return
+    step = PIECE_BYTES // wire_dtype.itemsize
+    for start in range(0, flat.numel(), step):
+        part = flat[start : start + step]
+        nbytes = part.numel() * wire_dtype.itemsize
+        torch.frombuffer(writer.room(nbytes), dtype=wire_dtype).copy_(part)
+        writer.filled(nbytes)

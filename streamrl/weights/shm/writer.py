@@ -1,4 +1,4 @@
-"""Writing one document: bytes go into a mapped spare file, whose name is changed once all of them are there."""
+"""Writing one document: bytes go into a mapped spare file and are digested while they are still in the cache."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import xxhash
+
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, VersionRef
-from streamrl.weights.document import HEADER_BYTES, PROBE_BYTES, digest_all, pack_header
-from streamrl.weights.manifest import bucket_ranges, document_nbytes
+from streamrl.weights.document import HEADER_BYTES, PIECE_BYTES, PROBE_BYTES, pack_header
+from streamrl.weights.manifest import check_layout, document_nbytes
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 _POPULATE_BYTES = 1 << 20
@@ -74,7 +76,7 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 
 class DocumentWriter:
-    """One document being written in layout order.
+    """One document being written in layout order, and digested as it is.
 
     Args:
         file: of exactly the document's size; renamed to `path` by `commit`.
@@ -84,26 +86,44 @@ class DocumentWriter:
     def __init__(
         self, file: SpareFile, path: Path, ref: VersionRef, layout: Layout, committed: Callable[[SpareFile], None]
     ) -> None:
+        check_layout(layout)
         assert file.nbytes == document_nbytes(layout), (file.nbytes, document_nbytes(layout))
         self._file: SpareFile | None = file
-        self._path, self._ref, self._layout, self._committed = path, ref, layout, committed
+        self._path, self._ref, self._committed = path, ref, committed
+        self._bucket_bytes = layout.bucket_bytes
         self._nbytes = file.nbytes
         self._body = memoryview(file.mapping)[HEADER_BYTES:]
-        self._digests: list[bytes] | None = None
+        self._digests: list[bytes] = []
+        self._hasher = xxhash.xxh3_128()
+        self._bucket_left = self._bucket_bytes[0]
         self._written = 0
         file.mapping[:HEADER_BYTES] = pack_header(os.urandom(PROBE_BYTES), ref, self._nbytes)
 
     def room(self, nbytes: int) -> memoryview:
-        """The document's next bytes, to be filled by the caller."""
+        """The document's next bytes, to be filled in place; then call `filled(nbytes)`."""
         if (total := self._written + nbytes) > self._nbytes:
             raise WeightsError(f"version {self._ref}: {total} bytes were written, the layout holds {self._nbytes}")
-        start, self._written = self._written, total
-        return self._body[start:total]
+        return self._body[self._written : total]
+
+    def filled(self, nbytes: int) -> None:
+        """Digest the bytes that were put into `room`."""
+        while nbytes:
+            step = min(nbytes, self._bucket_left)
+            self._hasher.update(self._body[self._written : self._written + step])
+            self._written += step
+            self._bucket_left -= step
+            nbytes -= step
+            if self._bucket_left == 0:
+                self._next_bucket()
 
     def append(self, data: bytes | bytearray | memoryview) -> None:
         """The document's next bytes, copied; any length."""
         view = memoryview(data).cast("B")
-        self.room(len(view))[:] = view
+        # In pieces, so that the digest reads what the copy has just brought into the cache.
+        for start in range(0, len(view), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            self.room(len(piece))[:] = piece
+            self.filled(len(piece))
 
     @property
     def where(self) -> tuple[Path, bytes]:
@@ -116,29 +136,30 @@ class DocumentWriter:
         # The digests were computed from the file after the writes of all ranks, so they cover every byte.
         self._digests, self._written = digests, self._nbytes
 
+    def _next_bucket(self) -> None:
+        self._digests.append(self._hasher.digest())
+        self._hasher.reset()
+        if len(self._digests) < len(self._bucket_bytes):
+            self._bucket_left = self._bucket_bytes[len(self._digests)]
+
     def digests(self) -> list[bytes]:
         """One digest per bucket, of the complete document."""
-        self._require_complete()
-        if self._digests is None:
-            self._digests = digest_all([self._body[start:end] for start, end in bucket_ranges(self._layout)])
+        if self._written != self._nbytes:
+            raise WeightsError(
+                f"version {self._ref} has {self._written} of {self._nbytes} bytes: it cannot be published unfinished"
+            )
         return self._digests
 
     def commit(self) -> Path:
         """Make the finished document visible under its final name; it never changes again."""
         # Raises for an unfinished document before the rename, which is the commit.
-        self._require_complete()
+        self.digests()
         assert self._file is not None, f"version {self._ref} was committed or aborted before"
         file = self._file
         file.move(self._path)
         self._forget()
         self._committed(file)
         return self._path
-
-    def _require_complete(self) -> None:
-        if self._written != self._nbytes:
-            raise WeightsError(
-                f"version {self._ref} has {self._written} of {self._nbytes} bytes: it cannot be published unfinished"
-            )
 
     def abort(self) -> None:
         """Discard the document; no effect after `commit`."""
