@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 from envs.tasks.strings import partial_credit
 from envs.tools.calculator import Calculator, calculate
-from envs.tools.environment import ToolEnv, ToolRules
+from envs.tools.environment import ToolRules, tool_env
 from envs.tools.parsing import parse_angle
 from streamrl.environment import Env, Record, SingleTurnTask, Step
 from streamrl.errors import TaskError
@@ -68,7 +68,7 @@ class ToolArithmetic(SingleTurnTask):
         return Step(reward=partial_credit(answer, completion), score=float(completion == answer))
 
     def env(self) -> Env:
-        return ToolEnv(super().env(), self._tools, self._rules)
+        return tool_env(super().env(), self._tools, self._rules)
 
     def target(self, record: Record) -> str:
         """The answer itself: who knows it need not ask."""
