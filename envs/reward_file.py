@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from envs.adapters.awaiting import alike, call, suited
 from envs.adapters.dialogue import DialogueEnv
 from envs.adapters.forms import Form, only_form
 from envs.adapters.gymnasium_text import GymnasiumEnv
@@ -28,6 +27,7 @@ from envs.adapters.rl2 import GenerateEnv
 from envs.adapters.rl4llm import InteractionLoopEnv
 from envs.adapters.rollouts import RolloutEnv, record_parameter
 from envs.adapters.text_steps import SampleStepEnv, TextStepEnv
+from envs.awaiting import alike, call, suited
 from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_values import entries_of_batch
 from envs.task_file import refuse_unknown, run_file

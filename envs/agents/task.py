@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envs.adapters.awaiting import is_async
 from envs.agents.command import command_agent
 from envs.agents.function import function_agent
+from envs.awaiting import is_async
 from envs.data.shapes import RecordShape
 from envs.reward_values import as_step
 from streamrl.config.schema import EnvConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from envs.adapters.awaiting import alike, call, suited
+from envs.awaiting import alike, call, suited
 from envs.tools.parsing import BadCall, Parser, ToolCall, spoken
 from envs.tools.tool import Tool, ToolError, check_arguments, schema
 from streamrl.environment import (
