@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from envs.adapters.dialogue import DialogueEnv
-from envs.adapters.forms import Form, only_form
+from envs.adapters.forms import Form, only_form, own_names
 from envs.adapters.gymnasium_text import GymnasiumEnv
 from envs.adapters.reward_functions import RewardFunctions
 from envs.adapters.rl2 import GenerateEnv
@@ -48,7 +48,7 @@ def reward_from_file(
 ) -> WrittenReward | RewardFunctions | EnvFactory:
     """The reward in a file, or what makes its environment. Raises TaskError: no such file, an error in it, none."""
     module, file = run_file(path)
-    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    own = own_names(module)
     with_records = [one for one in ("task", "record") if inspect.isfunction(own.get(one))]
     with_records += [kind.__name__ for kind in own.values() if inspect.isclass(kind) and "record" in vars(kind)]
     if with_records:

@@ -16,13 +16,13 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 from envs.data.shapes import RecordShape
 from envs.data.sources import open_source
 from envs.data_task import DataTask, TaskSettings
 from envs.tasks.facts import World
+from envs.tasks.strings import is_test
 from envs.tools.search import Library
 from streamrl.environment import ChatMessage, Env, Record, SingleTurnTask, Step
 from streamrl.errors import TaskError
@@ -116,7 +116,7 @@ class SearchQuestions(SingleTurnTask):
         while True:
             person, num_hops = rng.randrange(len(self._world.people)), rng.randint(*self._hops)
             # A person's questions of every number of hops are on the same side: they share facts.
-            if _is_test(self._world.people[person]) == (split != "train"):
+            if is_test(self._world.people[person], TEST_SHARE) == (split != "train"):
                 question = self._world.question(person, num_hops)
                 return {"question": question.text, "answer": question.answer, "person": person, "hops": num_hops}
 
@@ -193,7 +193,3 @@ def _checked(num_results: int) -> int:
     if not 1 <= num_results <= 50:
         raise TaskError(f"num_results={num_results} must lie between 1 and 50.")
     return num_results
-
-
-def _is_test(person: str) -> bool:
-    return blake2b(person.encode(), digest_size=4).digest()[0] % TEST_SHARE == 0
