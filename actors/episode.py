@@ -23,13 +23,14 @@ from actors.trajectory.conversation import Conversation
 from actors.trajectory.rules import EpisodeRules, PromptTooLongError
 from actors.trajectory.transcript import Transcript
 from envs.check import NO_SIGNALS, needs_signals
+from envs.reward_values import MAX_NAME_CHARS, part_name
 from streamrl.environment import MAX_REWARD, DrivesGeneration, Env, InputText, Record, Step, Task
 from streamrl.errors import EngineError, EpisodeFullError, TaskError
 from streamrl.messages import Member, MemberStatus, Sampling
 
 log = logging.getLogger("streamrl.actor")
 
-MAX_SCORES, MAX_NAME_CHARS = 64, 32
+MAX_SCORES = 64
 """What a `Member` can carry; the score itself takes one of the places."""
 
 
@@ -255,8 +256,8 @@ def checked(step: Any, source: str) -> Step:
         step,
         reward=_number(step.reward, "reward", source),
         score=None if step.score is None else _number(step.score, "score", source),
-        parts={_name(name, source): _number(part, f"part {name!r}", source) for name, part in step.parts.items()},
-        agents={_name(name, source): _number(one, f"agent {name!r}", source) for name, one in step.agents.items()},
+        parts={part_name(name, source): _number(part, f"part {name!r}", source) for name, part in step.parts.items()},
+        agents={part_name(name, source): _number(one, f"agent {name!r}", source) for name, one in step.agents.items()},
     )
 
 
@@ -270,12 +271,6 @@ def _number(value: Any, what: str, source: str) -> float:
     if abs(number) > MAX_REWARD:
         raise TaskError(f"{source} returned {what} {number:g}: beyond {MAX_REWARD:g} it is a mistake; scale it")
     return number
-
-
-def _name(name: Any, source: str) -> str:
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
-        raise TaskError(f"{source} returned a part named {name!r}, expected 1 to {MAX_NAME_CHARS} printable characters")
-    return str.__str__(name)
 
 
 def _add_scores(scores: dict[str, float], step: Step, source: str) -> dict[str, float]:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,8 +26,7 @@ class LoadMeter:
         self._num_generating = self._num_in_environment = 0
         self._num_playing = self._num_off_engine = 0
         self._idle_s = self._starved_s = self._paused_s = self._generation_s = self._environment_s = 0.0
-        self._steps_s: deque[float] = deque()
-        self._steps_in_order: list[float] = []  # kept sorted: heartbeats ask after every group
+        self._steps_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
 
     @contextmanager
     def playing(self) -> Iterator[None]:
@@ -89,7 +87,7 @@ class LoadMeter:
             with self.in_environment():
                 yield
         finally:
-            self._add_step(self._clock() - began)
+            self._steps_s.append(self._clock() - began)
 
     def paused(self, seconds: float) -> None:
         """An install has kept the engine from generating."""
@@ -114,12 +112,6 @@ class LoadMeter:
             self._idle_s += passed
             self._starved_s += 0.0 if self._num_in_environment else passed
 
-    def _add_step(self, seconds: float) -> None:
-        if len(self._steps_s) == NUM_RECENT_STEPS:
-            del self._steps_in_order[bisect_left(self._steps_in_order, self._steps_s.popleft())]
-        self._steps_s.append(seconds)
-        insort(self._steps_in_order, seconds)
-
     def _step_p95_s(self) -> float:
-        steps = self._steps_in_order
+        steps = sorted(self._steps_s)
         return steps[ceil(0.95 * len(steps)) - 1] if steps else 0.0

@@ -175,8 +175,8 @@ class RuntimeHandle:
 
 
 def has_processes(welcome: Welcome, overrides: Sequence[str]) -> bool:
-    """Whether the engine of these settings may start processes; those of the project that do not are known."""
-    return from_plain(json.loads(welcome.task), list(overrides)).actors.engine not in ("native", "scripted")
+    """Whether the engine of these settings may start processes; the native one starts none."""
+    return from_plain(json.loads(welcome.task), list(overrides)).actors.engine != "native"
 
 
 def weight_source(

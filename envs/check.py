@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from envs.data.shapes import ROLES
 from envs.task_file import NO_TASK
 from streamrl.environment import (
     MAX_REWARD,
@@ -30,7 +31,6 @@ from streamrl.environment import (
 )
 from streamrl.errors import TaskError, describe
 
-ROLES = ("system", "user", "assistant", "tool")
 PROBE = "probe"
 """An arbitrary completion: every text must be scored, none may crash."""
 NO_SIGNALS = (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any, Protocol
 
 from envs.agents.task import Unscored
+from envs.awaiting import call, suited
 from envs.data.dataset import Dataset, open_dataset, paths_of
 from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_file import EnvFactory, reward_from_file
@@ -117,16 +117,12 @@ def task_from_data(settings: TaskSettings) -> DataTask:
 
 def player(reward: RewardFunction, name: str, shape: RecordShape) -> Callable[[], Env]:
     """Return a factory of environments of one question and one answer."""
-    is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-    if getattr(reward, "batched", False):
-        kind: type[AnswerEnv] = AsyncBatchedAnswerEnv if is_async else BatchedAnswerEnv
-    else:
-        kind = AsyncAnswerEnv if is_async else AnswerEnv
+    kind = suited(BatchedAnswerEnv if getattr(reward, "batched", False) else AnswerEnv, reward)
     return lambda: kind(reward, name, shape)
 
 
 class AnswerEnv:
-    """One question, one answer, its reward."""
+    """One question, one answer, its reward; async rewards of many episodes run side by side on the actor's loop."""
 
     def __init__(self, reward: Callable[..., Any], name: str, shape: RecordShape) -> None:
         self._reward, self._name, self._shape = reward, name, shape
@@ -139,40 +135,24 @@ class AnswerEnv:
         self._record, self._prompt, self.tools = record, self._shape.messages(record), tool_schemas(record)
         return self._prompt
 
-    def step(self, action: str) -> Step:
-        return as_step(self._reward(self._record, action, self._prompt), self._name)
-
-
-class AsyncAnswerEnv(AnswerEnv):
-    """The same with a reward that is awaited: slow ones of many episodes run side by side on the actor's loop."""
-
     async def step(self, action: str) -> Step:
-        return as_step(await self._reward(self._record, action, self._prompt), self._name)
+        return as_step(await call(self._reward, self._record, action, self._prompt), self._name)
 
 
 class BatchedAnswerEnv(AnswerEnv):
     """An `AnswerEnv` whose reward takes lists: called once for the answers of a group that one actor generates."""
 
-    def step_group(self, turns: Sequence[tuple[BatchedAnswerEnv, str]]) -> Sequence[Step | Exception]:
-        return self._steps(self._reward.score_group([env.answered(action) for env, action in turns]))
+    async def step_group(self, turns: Sequence[tuple[BatchedAnswerEnv, str]]) -> Sequence[Step | Exception]:
+        """A bad value costs its own member only."""
+        answers = [env.answered(action) for env, action in turns]
+        return [self._step_or_error(value) for value in await call(self._reward.score_group, answers)]
 
     def answered(self, action: str) -> tuple[Record, str, Sequence[ChatMessage]]:
         """The reward's arguments for this answer."""
         return self._record, action, self._prompt
-
-    def _steps(self, values: Sequence[Any]) -> Sequence[Step | Exception]:
-        """A bad value costs its own member only."""
-        return [self._step_or_error(value) for value in values]
 
     def _step_or_error(self, value: Any) -> Step | Exception:
         try:
             return as_step(value, self._name)
         except TaskError as error:
             return error
-
-
-class AsyncBatchedAnswerEnv(BatchedAnswerEnv, AsyncAnswerEnv):
-    """The same with a reward that is awaited."""
-
-    async def step_group(self, turns: Sequence[tuple[BatchedAnswerEnv, str]]) -> Sequence[Step | Exception]:  # type: ignore[override]
-        return self._steps(await self._reward.score_group([env.answered(action) for env, action in turns]))

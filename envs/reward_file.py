@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from envs.adapters.awaiting import alike, suited
 from envs.adapters.dialogue import DialogueEnv
-from envs.adapters.forms import Form, only_form
+from envs.adapters.forms import Form, only_form, own_names
 from envs.adapters.gymnasium_text import GymnasiumEnv
 from envs.adapters.reward_functions import RewardFunctions
 from envs.adapters.rl2 import GenerateEnv
 from envs.adapters.rl4llm import InteractionLoopEnv
 from envs.adapters.rollouts import RolloutEnv, record_parameter
 from envs.adapters.text_steps import SampleStepEnv, TextStepEnv
+from envs.awaiting import alike, call, suited
 from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_values import entries_of_batch
 from envs.task_file import refuse_unknown, run_file
@@ -48,7 +48,7 @@ def reward_from_file(
 ) -> WrittenReward | RewardFunctions | EnvFactory:
     """The reward in a file, or what makes its environment. Raises TaskError: no such file, an error in it, none."""
     module, file = run_file(path)
-    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    own = own_names(module)
     with_records = [one for one in ("task", "record") if inspect.isfunction(own.get(one))]
     with_records += [kind.__name__ for kind in own.values() if inspect.isclass(kind) and "record" in vars(kind)]
     if with_records:
@@ -120,8 +120,7 @@ def written_reward(
     function: Callable[..., Any], shape: RecordShape, options: Mapping[str, Any], name: str
 ) -> WrittenReward:
     """A user's function as a reward: it gets what its parameters ask for; `options` are parameters, too."""
-    kind = AsyncWrittenReward if inspect.iscoroutinefunction(function) else WrittenReward
-    return kind(function, shape, options, name)
+    return suited(WrittenReward, function)(function, shape, options, name)
 
 
 class WrittenReward:
@@ -144,13 +143,13 @@ class WrittenReward:
         if not self._takes_any:
             refuse_unknown(options, self._known, name)
 
-    def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Any:
-        value = self._function(**self._arguments((record, completion, prompt)))
+    async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Any:
+        value = await call(self._function, **self._arguments((record, completion, prompt)))
         return entries_of_batch(value, 1, self.name)[0] if self.batched else value
 
-    def score_group(self, answers: Sequence[Answer]) -> Sequence[Any]:
+    async def score_group(self, answers: Sequence[Answer]) -> Sequence[Any]:
         """The batched function's entry for each answer. Raises TaskError for another number of entries."""
-        return entries_of_batch(self._function(**self._arguments(*answers)), len(answers), self.name)
+        return entries_of_batch(await call(self._function, **self._arguments(*answers)), len(answers), self.name)
 
     def _arguments(self, *answers: Answer) -> dict[str, Any]:
         record = answers[0][0]
@@ -197,17 +196,6 @@ class WrittenReward:
     def _is_open(self, name: str, record: Record) -> bool:
         """Whether `**kwargs` gets it: fields of the record and options, not our other names for the same."""
         return name in record or name in self._options or name in ("answer", "prompts")
-
-
-class AsyncWrittenReward(WrittenReward):
-    """The same for a function with `async def`."""
-
-    async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Any:
-        value = await self._function(**self._arguments((record, completion, prompt)))
-        return entries_of_batch(value, 1, self.name)[0] if self.batched else value
-
-    async def score_group(self, answers: Sequence[Answer]) -> Sequence[Any]:  # type: ignore[override]
-        return entries_of_batch(await self._function(**self._arguments(*answers)), len(answers), self.name)
 
 
 @dataclass(frozen=True)

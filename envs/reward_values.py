@@ -56,7 +56,7 @@ def _step_of_parts(parts: Mapping[Any, Any], source: str) -> Step:
         return _step_of_agents(agents, {name: one for name, one in parts.items() if name != "agents"}, source)
     if not parts:
         raise TaskError(f"{source} returned an empty dict: return {FORMS}.")
-    values = {_name(name, source): number(value, f"{source}, part {name!r},") for name, value in parts.items()}
+    values = {part_name(name, source): number(value, f"{source}, part {name!r},") for name, value in parts.items()}
     main = next((name for name in ("reward", "score") if name in values), None)
     reward = sum(values.values()) if main is None else values[main]
     return Step(
@@ -69,14 +69,17 @@ def _step_of_agents(agents: Mapping[Any, Any], parts: Mapping[Any, Any], source:
     """Rewards of agents, which are parts too; "reward" beside them counts on the last turn of all."""
     rewards = {str(name): number(one, f"{source}, agent {name!r},") for name, one in agents.items()}
     step = _step_of_parts({"reward": 0.0, **parts}, source)
-    shown = {_name(f"agent_{name}", source): one for name, one in rewards.items()}
+    shown = {part_name(f"agent_{name}", source): one for name, one in rewards.items()}
     return replace(step, parts={**step.parts, **shown}, agents=rewards)
 
 
-def _name(name: Any, source: str) -> str:
+def part_name(name: Any, source: str) -> str:
+    """The name as a plain text. Raises TaskError for one that messages cannot carry."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
-        raise TaskError(f"{source} returned a part named {name!r:.60}: 1 to {MAX_NAME_CHARS} printable characters.")
-    return name
+        raise TaskError(
+            f"{source} returned a part named {name!r:.60}, expected 1 to {MAX_NAME_CHARS} printable characters"
+        )
+    return str.__str__(name)
 
 
 def number(value: Any, source: str) -> float:

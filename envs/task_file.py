@@ -23,13 +23,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from envs.adapters.awaiting import alike, suited
-from envs.adapters.forms import REWARDS, Form, forms_of
+from envs.adapters.forms import REWARDS, Form, forms_of, own_names
 from envs.adapters.gymnasium_text import NUM_TEST, NUM_TRAIN, GymnasiumEnv, SeededTask
 from envs.adapters.origins import origins_importable
 from envs.adapters.rl2 import GenerateEnv
 from envs.adapters.rollouts import RolloutEnv
 from envs.adapters.text_steps import StartingTextStepEnv
+from envs.awaiting import alike, suited
 from envs.data.shapes import RecordShape
 from streamrl.environment import SingleTurnTask, Task
 from streamrl.errors import TaskError, describe
@@ -113,7 +113,7 @@ def _run(file: Path) -> ModuleType:
 
 
 def _find_factory(module: ModuleType, file: Path) -> Callable[..., Any]:
-    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    own = own_names(module)
     functions = {key: value for key, value in own.items() if inspect.isfunction(value)}
     if "task" in functions:
         return functions["task"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from actors.endpoint.sessions import Keys, Session
+from actors.endpoint.sessions import Session, Sessions
 
 MAX_NAME_CHARS = 26
 """Longest name of an agent: its reward stands among the scores as `agent_NAME`, a word of the messages."""
@@ -27,7 +27,7 @@ class ApiError(Exception):
         self.status, self.code = status, code
 
 
-def session_of(sessions: Keys, request: web.Request) -> Session:
+def session_of(sessions: Sessions, request: web.Request) -> Session:
     path = request.match_info.get("session")
     name = path or request.headers.get("X-Session-ID", "")
     keys = _keys(request)
@@ -58,7 +58,7 @@ def agent_of(request: web.Request) -> str:
     return name
 
 
-def is_admin(sessions: Keys, request: web.Request) -> bool:
+def is_admin(sessions: Sessions, request: web.Request) -> bool:
     return any(sessions.is_admin(key) for key in _keys(request))
 
 
@@ -89,7 +89,7 @@ def _keys(request: web.Request) -> tuple[str, str]:
     return bearer, request.headers.get("x-api-key", "")
 
 
-def _named(sessions: Keys, name: str) -> Session:
+def _named(sessions: Sessions, name: str) -> Session:
     if (session := sessions.named(name)) is not None:
         return session
     if sessions.is_over(name):

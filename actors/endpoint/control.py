@@ -16,14 +16,14 @@ from typing import Any
 from aiohttp import web
 
 from actors.endpoint.access import ApiError, body_of, is_admin, session_of
-from actors.endpoint.sessions import Keys, Session, Sessions
+from actors.endpoint.sessions import Session, Sessions
 from envs.reward_values import as_step
 from streamrl.errors import TaskError
 
 DEFAULT_WAIT_S, MAX_WAIT_S = 30.0, 600.0
 
 
-async def take_reward(sessions: Keys, request: web.Request) -> web.StreamResponse:
+async def take_reward(sessions: Sessions, request: web.Request) -> web.StreamResponse:
     session, (given, _) = session_of(sessions, request), await body_of(request)
     if not session.recorded:
         raise ApiError(404, "invalid_request", "nothing is trained here: leave the reward out")

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from actors.endpoint.sessions import Session, SessionClient, Sessions
+from actors.endpoint.sessions import Session, Sessions
+from actors.trajectory.client import Client
 from streamrl.errors import EngineError
 
 log = logging.getLogger("streamrl.actor")
@@ -32,7 +33,7 @@ class Endpoint:
         self._runner: Any = None
 
     @asynccontextmanager
-    async def session(self, client: SessionClient) -> AsyncIterator[Session]:
+    async def session(self, client: Client) -> AsyncIterator[Session]:
         """Around the episode of an agent. Raises EngineError if the address is taken, which no other lease can help."""
         session = self._sessions.begin(client, await self.base_url())
         try:
@@ -52,7 +53,9 @@ class Endpoint:
                 from actors.endpoint.server import serve  # its library takes a while to load, and few runs need it
 
                 try:
-                    self._runner, self._port = await serve(self._sessions, self._host.strip("[]"), self._port)
+                    self._runner, self._port = await serve(
+                        self._sessions, self._host.strip("[]"), self._port, control=True
+                    )
                 except OSError as error:
                     raise EngineError(
                         f"actors.endpoint.bind={self._host}:{self._port} cannot be had: {error}. Take port 0, or "

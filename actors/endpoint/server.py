@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from actors.endpoint.form import Body, Form, ruled
 from actors.endpoint.messages_json import MESSAGES, error_json
 from actors.endpoint.messages_json import options as message_options
 from actors.endpoint.responses_json import RESPONSES
-from actors.endpoint.sessions import Answer, Keys, Session, Sessions
+from actors.endpoint.sessions import Answer, Session, Sessions
 from actors.endpoint.tokens_json import TOKENS
 from actors.trajectory.rules import PromptTooLongError
 from streamrl.errors import EngineError, EpisodeFullError, TaskError
@@ -47,16 +46,14 @@ REPEATED = "x-stainless-retry-count"
 """Header with which the SDKs of OpenAI and Anthropic number their repetitions of a call."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Asker:
-    request: web.Request
+async def serve(
+    sessions: Sessions, host: str, port: int, *, control: bool = False
+) -> tuple[web.AppRunner, int]:
+    """Listen; returns what ends it (`cleanup`) and the port. Raises OSError for an address that cannot be had.
 
-    def gone(self) -> bool:
-        return self.request.transport is None or self.request.transport.is_closing()
-
-
-async def serve(sessions: Keys, host: str, port: int) -> tuple[web.AppRunner, int]:
-    """Listen; returns what ends it (`cleanup`) and the port. Raises OSError for an address that cannot be had."""
+    Args:
+        control: also serve what the administration key opens.
+    """
     raise_descriptor_limit()  # each connection is one
     server = _Server(sessions)
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
@@ -66,7 +63,7 @@ async def serve(sessions: Keys, host: str, port: int) -> tuple[web.AppRunner, in
             web.post(f"{prefix}/v1/messages/count_tokens", server.count), web.get(f"{prefix}/v1/models", server.models),
             web.post(f"{prefix}/v1/reward", partial(take_reward, sessions)),
         ])
-    if isinstance(sessions, Sessions):
+    if control:
         app.add_routes([web.post("/sessions/{session}/reward", partial(take_reward, sessions))])
         app.add_routes(Control(sessions).routes())
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
@@ -98,7 +95,7 @@ async def _errors(
 
 
 class _Server:
-    def __init__(self, sessions: Keys) -> None:
+    def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -116,7 +113,7 @@ class _Server:
         changed = ruled(options, session.client.sampling)
         marked = request.headers.get(REPEATED, "0") != "0"
         asked = f"{request.path} {agent}".encode() + raw
-        answer = session.ask(asked, options, _Asker(request), marked=marked)
+        answer = session.ask(asked, options, partial(_gone, request), marked=marked)
         whole = form.answer(await _awaited(session, answer), body, session)
         streams = form.events is not None and body.get("stream")
         response = web.StreamResponse(headers={"X-Streamrl-Sampling": ", ".join(changed)} if changed else None)
@@ -135,6 +132,11 @@ class _Server:
         options = _options(message_options, body, session)
         count = _options(lambda *_: session.client.count(options["messages"], options["tools"]), body, session)
         return web.json_response({"input_tokens": count})
+
+
+def _gone(request: web.Request) -> bool:
+    """Whether the client that asked has left."""
+    return request.transport is None or request.transport.is_closing()
 
 
 def _options(translate: Callable[[Body, Session], Any], body: Body, session: Session) -> Any:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from actors.trajectory.chat_form import Chat, ChatCompletion
+from actors.trajectory.chat_form import ChatCompletion
+from actors.trajectory.client import Client
 from streamrl.environment import AgentSession, Record
 from streamrl.errors import TaskError
 
@@ -29,63 +29,19 @@ MAX_KEPT = 1000
 """Calls whose answers a session keeps, the last ones."""
 
 
-class SessionClient(Protocol):
-    """What a session serves: `actors.trajectory.client.Client`."""
-
-    tokenizer: Any
-    chat: Chat
-    full: str
-    max_tokens: int
-
-    @property
-    def sampling(self) -> Mapping[str, Any]: ...
-
-    @property
-    def num_turns_left(self) -> int: ...
-
-    @property
-    def num_tokens_left(self) -> int: ...
-
-    def waiting(self) -> AbstractContextManager[None]: ...
-
-    def note_progress(self) -> None: ...
-
-    def trace(self) -> list[dict[str, Any]]: ...
-
-    def count(self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] = ()) -> int: ...
-
-
-class Keys(Protocol):
-    """Lookup of sessions by key or name, as a server needs it."""
-
-    def get(self, key: str) -> Session | None: ...
-
-    def is_over(self, key: str) -> bool: ...
-
-    def is_admin(self, key: str) -> bool: ...
-
-    def named(self, name: str) -> Session | None: ...
-
-
-class Asker(Protocol):
-    """Tells whether the client that asked is still there."""
-
-    def gone(self) -> bool: ...
-
-
 @dataclass(slots=True)
 class Answer:
-    """A generation that one or several equal requests wait for."""
+    """A generation that one or several equal requests wait for; `gone`: whether the last client that asked is."""
 
     task: asyncio.Task[ChatCompletion]
-    asker: Asker
+    gone: Callable[[], bool]
     delivered: bool = False
 
     def repeated(self, *, marked: bool) -> bool:
         """Whether another request with its body is the same call again, and not another call."""
         if self.task.done() and (self.task.cancelled() or self.task.exception() is not None):
             return False
-        return marked or (not self.delivered and self.asker.gone())
+        return marked or (not self.delivered and self.gone())
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -95,7 +51,7 @@ class Session(AgentSession):
         ended: says why the program outside failed, or ""; None for an agent that the run starts.
     """
 
-    client: SessionClient
+    client: Client
     recorded: bool = True
     id: str = ""
     offers: Offers | None = None
@@ -105,15 +61,15 @@ class Session(AgentSession):
     answers: dict[bytes, Answer] = field(default_factory=dict)
     conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
-    def ask(self, body: bytes, options: Mapping[str, Any], asker: Asker, *, marked: bool) -> Answer:
+    def ask(self, body: bytes, options: Mapping[str, Any], gone: Callable[[], bool], *, marked: bool) -> Answer:
         """The answer to this call, which may be one that is under way or was lost; `marked`: a repetition, it says."""
         digest = hashlib.blake2b(body, digest_size=16).digest()
         known = self.answers.get(digest)
         if known is None or not known.repeated(marked=marked):
-            known = Answer(asyncio.ensure_future(self._create(options)), asker)
+            known = Answer(asyncio.ensure_future(self._create(options)), gone)
             self.answers[digest] = known
             _trim(self.answers)
-        known.asker, known.delivered = asker, False
+        known.gone, known.delivered = gone, False
         return known
 
     async def _create(self, options: Mapping[str, Any]) -> ChatCompletion:
@@ -193,7 +149,7 @@ class Sessions:
         self._open: dict[str, Session] = {}
         self._ended: dict[str, None] = {}
 
-    def begin(self, client: SessionClient, base_url: str) -> Session:
+    def begin(self, client: Client, base_url: str) -> Session:
         key = f"sk-{secrets.token_urlsafe(24)}"
         session = Session(base_url, key, client=client, id=secrets.token_hex(8), offers=self._offers)
         self._open[key] = self._named[session.id] = session

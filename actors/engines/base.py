@@ -22,8 +22,6 @@ import torch
 from streamrl.errors import EngineError
 from streamrl.messages import Sampling, VersionRef
 
-INSTALL_POLICIES = ("continue", "recompute", "drain")
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
@@ -208,11 +206,6 @@ class ExposesWeights(Protocol):
 
 
 EngineFactory = Callable[[EngineSpec], Engine]
-
-
-def check_install_policy(policy: str) -> None:
-    if policy not in INSTALL_POLICIES:
-        raise EngineError(f"install_policy={policy!r} is unknown: choose one of {INSTALL_POLICIES}")
 
 
 def check_request(request: GenerateRequest, max_tokens: int, vocab_size: int) -> None:

@@ -19,17 +19,75 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 from actors.endpoint.server import serve
-from actors.local_policy import local_config, open_policy
-from actors.serve.session import served
+from actors.endpoint.sessions import Session, Sessions, same_key
+from actors.local_policy import LocalPolicy, local_config, open_policy, sampling_message
 from actors.settings import episode_rules
+from actors.trajectory.chat_form import ChatCompletion
+from actors.trajectory.client import Client
+from actors.trajectory.rules import EpisodeRules, PromptTooLongError
+from actors.trajectory.transcript import Transcript
 from streamrl.commands import exit_at_once, status_of
 from streamrl.config.addresses import is_loopback
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.rules import eval_sampling
-from streamrl.errors import ConfigError
+from streamrl.config.schema import SamplingConfig
+from streamrl.errors import ConfigError, EpisodeFullError
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ServedSession(Session):
+    """Calls with the requests' own sampling; `max_new_tokens` are those of a request that names no number."""
+
+    max_new_tokens: int
+    recorded: bool = False
+
+    async def _create(self, options: Mapping[str, Any]) -> ChatCompletion:
+        limits = {} if options.get("max_completion_tokens") else {"max_tokens": self.max_new_tokens}
+        try:
+            return await self.client.chat.create(**{**limits, **options})
+        except EpisodeFullError as error:
+            raise PromptTooLongError(
+                f"the prompt leaves no room in {self.client.max_tokens} tokens, of prompt and answer together: send "
+                "less, or serve with a larger rollout.max_prompt_tokens"
+            ) from error
+
+
+class ServedSessions(Sessions):
+    """`key`: the only one that is taken; None takes any, and none."""
+
+    def __init__(self, session: ServedSession, key: str | None) -> None:
+        super().__init__()
+        self._session, self._key = session, key
+
+    def get(self, key: str) -> Session | None:
+        known = self._key is None or same_key(key, self._key)
+        return self._session if known else None
+
+
+def served(
+    policy: LocalPolicy, sampling: SamplingConfig, rules: EpisodeRules, max_tokens: int, key: str | None
+) -> ServedSessions:
+    """The session of a model and its engine.
+
+    Args:
+        sampling: of requests that name none.
+        rules: those of an episode; its stops hold here, its limits do not.
+        max_tokens: of a prompt and its answer together.
+    """
+    limits = {name: max_tokens for name in ("max_prompt_tokens", "max_new_tokens", "max_tokens")}
+    client = Client(
+        policy.engine, policy.renderer, replace(rules, **limits, max_turns=1 << 62), Transcript(),
+        seed=secrets.randbits(63), sampling=sampling_message(sampling),
+        generating=nullcontext, pause=lambda: None, resume=lambda: None, on_progress=lambda: None,
+        open_session=nullcontext,
+    )
+    return ServedSessions(ServedSession("", "", client=client, max_new_tokens=sampling.max_new_tokens), key)
 
 
 async def run(source: str, words: Sequence[str], host: str, port: int, key: str | None) -> int:

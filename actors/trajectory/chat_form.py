@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from envs.data.shapes import ROLES
 from envs.tools.parsing import ToolCall as ParsedCall
 from envs.tools.parsing import parse_json, parse_tags, spoken
 from streamrl.environment import ChatMessage, Generated
 from streamrl.errors import TaskError
 
-ROLES = ("system", "user", "assistant", "tool")
 PASSED = ("temperature", "top_p", "top_k", "min_p", "stop", "train", "agent")
 IGNORED = ("model", "user", "metadata", "timeout", "parallel_tool_calls", "store", "seed", "service_tier")
 """Of a server; they mean nothing here."""

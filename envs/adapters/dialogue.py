@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from envs.adapters.awaiting import call
+from envs.awaiting import call
 from envs.data.shapes import ROLES, RecordShape, tool_schemas
 from envs.reward_values import as_step
 from streamrl.environment import ChatMessage, Record, RewardFunction, Step

@@ -44,7 +44,7 @@ class Form:
 
 def forms_of(module: ModuleType) -> list[Form]:
     """Every interface that the file follows. Raises TaskError for one that cannot be served."""
-    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    own = own_names(module)
     functions = {key: value for key, value in own.items() if inspect.isfunction(value)}
     classes = [value for value in own.values() if inspect.isclass(value) and not inspect.isabstract(value)]
     forms = [*_function_forms(module, functions), *_class_forms(classes)]
@@ -59,6 +59,11 @@ def forms_of(module: ModuleType) -> list[Form]:
         forms = [form for form in forms if form not in (loop, rewards[0])]
         forms.append(Form("loop", loop.what, (*loop.found, rewards[0])))
     return forms
+
+
+def own_names(module: ModuleType) -> dict[str, Any]:
+    """Functions, classes and other objects that the file itself defines, by name."""
+    return {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
@@ -145,10 +150,7 @@ def only_form(module: ModuleType, file_name: str) -> Form:
         raise TaskError(
             f"{file_name} defines more than one {kinds}: {names}. Leave one of them, or name the others differently."
         )
-    own = sorted(
-        key for key, value in vars(module).items()
-        if not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
-    )
+    own = sorted(key for key in own_names(module) if not key.startswith("_"))
     raise TaskError(
         f"{file_name} defines no reward. Found: {', '.join(own) or 'nothing'}. "
         f"Define one of: {INTERFACES}."

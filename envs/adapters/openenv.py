@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 
 from envs.adapters.gymnasium_text import NUM_TEST, NUM_TRAIN, SeededTask
+from envs.data.shapes import json_or_text
 from envs.reward_values import number
 from streamrl.environment import ChatMessage, GenerationClient, Record, Step
 from streamrl.errors import TaskError
@@ -75,14 +76,14 @@ class OpenEnvTask(SeededTask):
         fields = self._schemas["action"]
         name = self._action or (next(iter(fields)) if len(fields) == 1 else None)
         if name == "json":
-            return _parsed(answer)
+            return json_or_text(answer)
         if name not in fields:
             raise TaskError(
                 f"env.options.action={self._action} must name the field that the model's answer is, one of "
                 f"{', '.join(fields) or 'none'}, or be json, where the model writes the whole action"
             )
         kinds = {one.get("type") for one in (fields[name], *fields[name].get("anyOf", ()))}
-        return {name: answer if "string" in kinds else _parsed(answer)}
+        return {name: answer if "string" in kinds else json_or_text(answer)}
 
     def message_of(self, observation: Mapping[str, Any]) -> ChatMessage:
         """The user's message that shows an observation."""
@@ -183,10 +184,3 @@ async def _asked(socket: aiohttp.ClientWebSocketResponse, kind: str, data: Any) 
     if kind == "step" and code == "VALIDATION_ERROR":
         raise _InvalidActionError(why)
     raise TaskError(f"the server of OpenEnv refused {kind}, see its own log: {code} {why}")
-
-
-def _parsed(answer: str) -> Any:
-    try:
-        return json.loads(answer)
-    except ValueError:
-        return answer

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envs.adapters.awaiting import call
 from envs.adapters.rl2 import Sample
+from envs.awaiting import call
 from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_values import number
 from streamrl.environment import ChatMessage, InputText, Record, Step

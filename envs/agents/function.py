@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from envs.adapters.awaiting import is_async
+from envs.awaiting import is_async
 from envs.task_file import run_file
 from streamrl.environment import AgentSession, Record
 from streamrl.errors import ConfigError, TaskError

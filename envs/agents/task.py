@@ -10,43 +10,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envs.adapters.awaiting import is_async
 from envs.agents.command import command_agent
 from envs.agents.function import function_agent
+from envs.awaiting import is_async
 from envs.data.shapes import RecordShape
 from envs.reward_values import as_step
+from envs.wrapped_task import WrappedTask
 from streamrl.config.schema import EnvConfig
 from streamrl.environment import AgentSession, ChatMessage, DrivesGeneration, Env, GenerationClient, Record, Step, Task
 from streamrl.errors import EpisodeFullError, TaskError
 
 Agent = Callable[[Record, AgentSession], Awaitable[Any]]
 """Plays one episode; returns what `as_step` takes, or None."""
-
-
-class AgentTask:
-    """A task whose episodes an agent plays.
-
-    Args:
-        base: gives the records, and the environments that score answers; its `target` and `stop` are taken over.
-        agent: plays.
-        name: of the agent, for messages.
-    """
-
-    def __init__(self, base: Task, agent: Agent, name: str) -> None:
-        self.base, self.name = base, base.name
-        self._agent, self._agent_name = agent, name
-        for optional in ("target", "target_turns", "stop", "system_prompt", "label", "set_up", "tear_down"):
-            if hasattr(base, optional):
-                setattr(self, optional, getattr(base, optional))
-
-    def num_records(self, split: str) -> int:
-        return self.base.num_records(split)
-
-    def record(self, split: str, index: int) -> Record:
-        return self.base.record(split, index)
-
-    def env(self) -> AgentEnv:
-        return AgentEnv(self.base.env(), self._agent, self._agent_name)
+TAKEN_OVER = ("target", "target_turns", "stop", "system_prompt", "label", "set_up", "tear_down")
+"""What a task that an agent plays has of the task itself."""
 
 
 class AgentEnv:
@@ -99,15 +76,16 @@ async def _outside(record: Record, session: AgentSession) -> None:
     await session.offered(record)
 
 
-def with_agent(task: Task, env: EnvConfig) -> AgentTask:
+def with_agent(task: Task, env: EnvConfig) -> WrappedTask:
     """The task, played by the agent of the settings. Raises TaskError: no such agent, or episodes with a loop."""
     if isinstance(task.env(), DrivesGeneration):
         raise TaskError(
             f"env.agent plays the episodes of task {task.name}, which has an interaction loop of its own: leave one out"
         )
-    if env.agent == "outside":
-        return AgentTask(task, _outside, env.agent)
     if env.agent is not None:
-        return AgentTask(task, function_agent(env.agent), env.agent)
-    assert env.agent_command is not None
-    return AgentTask(task, command_agent(env.agent_command), env.agent_command)
+        agent = _outside if env.agent == "outside" else function_agent(env.agent)
+    else:
+        assert env.agent_command is not None
+        agent = command_agent(env.agent_command)
+    name = env.agent or env.agent_command
+    return WrappedTask(task, lambda: AgentEnv(task.env(), agent, name), TAKEN_OVER)

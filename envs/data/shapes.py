@@ -202,6 +202,14 @@ def _parsed(field: str, text: str) -> Any:
         raise TaskError(f"field {field!r} holds text that is not JSON ({error}): {text:.60}") from error
 
 
+def json_or_text(text: str) -> Any:
+    """The JSON value that a text is; the text itself if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def shown(value: Any) -> str:
     """A value and its type, cut to one line."""
     return "missing" if value is MISSING else f"{value!r:.60} ({type(value).__name__})"

@@ -6,7 +6,6 @@ answer alone; its parts `format_acc` and `ans_acc` are logged by themselves.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 from envs.data.shapes import RecordShape
@@ -34,15 +33,9 @@ class MathGrader:
     may_block = True
 
     def __init__(self, settings: RewardConfig) -> None:
-        self._settings = settings
-        self._pool: WorkerPool | None = None
-        self._lock = threading.Lock()
+        self._pool = WorkerPool("envs.rewards.math_worker", num_workers(settings), settings.timeout_s)
 
     def __call__(self, gold: str, answer: str) -> bool:
-        with self._lock:
-            if self._pool is None:
-                module, workers = "envs.rewards.math_worker", num_workers(self._settings)
-                self._pool = WorkerPool(module, workers, self._settings.timeout_s)
         if answer == gold:
             return True
         try:
@@ -52,11 +45,15 @@ class MathGrader:
 
 
 class _FoundAnswer:
-    """Base of rewards that find an answer: `find` says where, `well_formed` whether the form was kept."""
+    """Base of rewards that find an answer: `find` says where, `well_formed` whether the form was kept.
 
-    def __init__(self, settings: RewardConfig, shape: RecordShape, grader: Grader) -> None:
-        self._settings, self._shape, self._grader = settings, shape, grader
-        self.may_block = bool(getattr(grader, "may_block", False))
+    Args:
+        grader: compares answers; None is math-verify.
+    """
+
+    def __init__(self, settings: RewardConfig, shape: RecordShape, grader: Grader | None = None) -> None:
+        self._settings, self._shape, self._grader = settings, shape, grader or MathGrader(settings)
+        self.may_block = bool(getattr(self._grader, "may_block", False))
 
     def find(self, completion: str) -> str | None:
         raise TypeError(f"{type(self).__name__} must define find(completion)")
@@ -124,21 +121,8 @@ class FreeMath(_FoundAnswer):
 class Exact(_FoundAnswer):
     """The whole completion is the answer, compared letter by letter but for white space around it."""
 
+    def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
+        super().__init__(settings, shape, lambda gold, answer: gold == answer)
+
     def find(self, completion: str) -> str | None:
         return completion.strip()
-
-
-def exact(settings: RewardConfig, shape: RecordShape) -> Exact:
-    return Exact(settings, shape, lambda gold, answer: gold == answer)
-
-
-def boxed(settings: RewardConfig, shape: RecordShape) -> Boxed:
-    return Boxed(settings, shape, MathGrader(settings))
-
-
-def math(settings: RewardConfig, shape: RecordShape) -> FreeMath:
-    return FreeMath(settings, shape, MathGrader(settings))
-
-
-def think_answer_tags(settings: RewardConfig, shape: RecordShape) -> ThinkAnswerTags:
-    return ThinkAnswerTags(settings, shape, MathGrader(settings))

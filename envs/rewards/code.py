@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
-from envs.data.shapes import RecordShape, code_tests
+from envs.data.shapes import RecordShape, code_tests, json_or_text
 from envs.rewards.extract import last_code_block
 from envs.rewards.output_match import matches
 from envs.rewards.workers import num_workers
@@ -87,14 +86,7 @@ def grade_program(
 
 def _arguments(text: str) -> tuple[Any, ...]:
     """Arguments of a call: one JSON value for each line; a line that is no JSON is a text."""
-    return tuple(_json_or_text(line) for line in text.splitlines())
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    return tuple(json_or_text(line) for line in text.splitlines())
 
 
 def _result(outcome: Execution, expected: str, called: bool, any_order: bool) -> bool | int:
@@ -102,7 +94,7 @@ def _result(outcome: Execution, expected: str, called: bool, any_order: bool) ->
         return COMPILE_ERROR if outcome.status == "compile_error" else RUNTIME_ERROR
     if not called:
         return matches(outcome.stdout, expected, any_order=any_order)
-    value, right = _json_or_text(outcome.value or "null"), _json_or_text(expected)
+    value, right = json_or_text(outcome.value or "null"), json_or_text(expected)
     return value == right or (isinstance(right, list) and len(right) == 1 and value == right[0])
 
 

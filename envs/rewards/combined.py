@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from envs.awaiting import call, suited
 from envs.reward_values import as_step
 from streamrl.environment import ChatMessage, Record, RewardFunction, Step
 
 
 class Combined:
-    """The weighted sum. The score, and the right completion of a record, are those of the first reward that has one."""
+    """The weighted sum. The score, and the right completion of a record, are those of the first reward that has one.
+
+    Beside one that is awaited, the others must be fast, as they run on the actor's loop.
+    """
 
     def __init__(self, rewards: Mapping[str, RewardFunction], weights: Mapping[str, float]) -> None:
         self._rewards, self._weights = rewards, weights
@@ -25,8 +28,14 @@ class Combined:
         if self._set_up:
             self.set_up, self.tear_down = self._all("set_up"), self._all("tear_down")
 
-    def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
-        return self._sum({name: reward(record, completion, prompt) for name, reward in self._rewards.items()})
+    async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
+        steps, parts = {}, dict[str, float]()
+        for name, reward in self._rewards.items():
+            steps[name] = as_step(await call(reward, record, completion, prompt), f"reward {name}")
+            parts |= {**steps[name].parts, name: steps[name].reward}
+        total = sum(self._weights[name] * step.reward for name, step in steps.items())
+        score = next((step.score for step in steps.values() if step.score is not None), None)
+        return Step(reward=total, score=score, parts=parts)
 
     def _all(self, method: str) -> Callable[[], None]:
         def call() -> None:
@@ -35,32 +44,10 @@ class Combined:
 
         return call
 
-    def _sum(self, values: Mapping[str, Any]) -> Step:
-        steps = {name: as_step(value, f"reward {name}") for name, value in values.items()}
-        parts: dict[str, float] = {}
-        for name, step in steps.items():
-            parts |= step.parts
-            parts[name] = step.reward
-        total = sum(self._weights[name] * step.reward for name, step in steps.items())
-        score = next((step.score for step in steps.values() if step.score is not None), None)
-        return Step(reward=total, score=score, parts=parts)
-
-
-class AsyncCombined(Combined):
-    """The same where one of them is awaited; those that are not must be fast, as they run on the actor's loop."""
-
-    async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:  # type: ignore[override]
-        values = {}
-        for name, reward in self._rewards.items():
-            value = reward(record, completion, prompt)
-            values[name] = await value if inspect.isawaitable(value) else value
-        return self._sum(values)
-
 
 def combine(rewards: Mapping[str, RewardFunction], weights: Mapping[str, float]) -> Combined:
     """One reward of several; `weights` has the same names."""
-    awaited = any(inspect.iscoroutinefunction(type(reward).__call__) for reward in rewards.values())
-    return (AsyncCombined if awaited else Combined)(rewards, weights)
+    return suited(Combined, *rewards.values())(rewards, weights)
 
 
 def _first(rewards: Mapping[str, RewardFunction], attribute: str) -> Any:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 
 from envs.data.shapes import RecordShape
 from envs.rewards.extract import ANSWER_TAGS, has_format
-from envs.rewards.repetition import repeats_itself
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record
+
+NGRAMS = range(8, 17)
+MAX_NGRAM_REPEATS, MAX_SENTENCE_REPEATS, SENTENCE_WORDS = 6, 4, 8
 
 
 class Tags:
@@ -45,3 +49,14 @@ class Length:
 
     def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> float:
         return -min(1.0, len(completion) / self._limit)
+
+
+def repeats_itself(text: str) -> bool:
+    """An n-gram of 8 to 16 words occurs 6 times or more, or a sentence of more than 8 words 4 times or more."""
+    words = text.split()
+    for size in NGRAMS:
+        grams = Counter(zip(*(words[start:] for start in range(size)), strict=False))
+        if grams and max(grams.values()) >= MAX_NGRAM_REPEATS:
+            return True
+    sentences = Counter(part.strip() for part in re.split(r"[.!?\n]", text) if len(part.split()) > SENTENCE_WORDS)
+    return bool(sentences) and max(sentences.values()) >= MAX_SENTENCE_REPEATS

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from envs.data.shapes import RecordShape
-from envs.rewards.answers import boxed, exact, math, think_answer_tags
+from envs.rewards.answers import Boxed, Exact, FreeMath, ThinkAnswerTags
 from envs.rewards.code import Code
 from envs.rewards.combined import combine
 from envs.rewards.forms import Length, Repetition, Tags
@@ -20,10 +20,10 @@ from streamrl.extension import resolve
 
 MakeReward = Callable[[RewardConfig, RecordShape], RewardFunction]
 REWARDS: dict[str, MakeReward] = {
-    "exact": exact,
-    "math": math,
-    "boxed": boxed,
-    "think_answer_tags": think_answer_tags,
+    "exact": Exact,
+    "math": FreeMath,
+    "boxed": Boxed,
+    "think_answer_tags": ThinkAnswerTags,
     "code": Code,
     "tags": Tags,
     "length": Length,

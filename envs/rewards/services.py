@@ -12,7 +12,7 @@ import re
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
@@ -22,7 +22,6 @@ from streamrl.config.schema import RewardConfig, ServiceConfig
 from streamrl.environment import ChatMessage, Record, Step
 from streamrl.errors import ConfigError, TaskError
 
-T = TypeVar("T", bound=ServiceConfig)
 MAX_TRIES = 3
 FIRST_PAUSE_S = 0.5
 _AGAIN = {408, 409, 429, 500, 502, 503, 504}
@@ -75,7 +74,9 @@ class Judge:
     """A chat model, behind an OpenAI-compatible endpoint, reads question and answer and gives a number."""
 
     def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
-        self._judge, self._shape, self._correct = _named(settings.judge, "judge"), shape, settings.correct
+        self._judge, self._shape, self._correct = settings.judge, shape, settings.correct
+        if self._judge.url is None:
+            raise ConfigError("reward.type=judge asks a service: give its address, reward.judge.url=http://...")
         if "{completion}" not in self._judge.prompt:
             raise ConfigError("reward.judge.prompt has no {completion}: the judge would not see what it judges.")
         self._service = _service(self._judge, "reward.judge")
@@ -189,12 +190,6 @@ def _content(reply: Any) -> str:
         return str(reply["choices"][0]["message"]["content"])
     except (KeyError, IndexError, TypeError) as error:
         raise TaskError(f"the judge's reply is not that of a chat completion: {reply!r:.120}") from error
-
-
-def _named(settings: T, name: str) -> T:
-    if settings.url is None:
-        raise ConfigError(f"reward.type={name} asks a service: give its address, reward.{name}.url=http://...")
-    return settings
 
 
 def _service(settings: ServiceConfig, name: str) -> HttpService:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.adapters.awaiting import call, is_async
+from envs.awaiting import call, suited
 from streamrl.environment import ChatMessage, DrivesGeneration, Env, InputText, Record, Task
 from streamrl.errors import TaskError
 
@@ -27,7 +27,7 @@ class FieldTask:
         self._tasks, self._field = tasks, field
         self._records = next(iter(tasks.values()))
         self.name = self._records.name
-        self.is_async = False
+        resets = []
         for name, task in tasks.items():
             if not NAME.fullmatch(name):
                 raise TaskError(
@@ -36,7 +36,8 @@ class FieldTask:
             env = task.env()
             if isinstance(env, DrivesGeneration):
                 raise TaskError(f"env.tasks.{name} has an interaction loop of its own: leave it out")
-            self.is_async |= is_async(env.reset)
+            resets.append(env.reset)
+        self._make_env = suited(FieldEnv, *resets)
         for optional in ("stop", "system_prompt"):  # of the whole run, so all must agree
             values = [getattr(task, optional, None) for task in tasks.values()]
             if values[0] is not None and all(value == values[0] for value in values):
@@ -73,7 +74,7 @@ class FieldTask:
         self._all("tear_down")
 
     def env(self) -> FieldEnv:
-        return (AsyncFieldEnv if self.is_async else FieldEnv)(self)
+        return self._make_env(self)
 
     def env_of(self, record: Record) -> Env:
         return self._tasks[self.label(record)].env()
@@ -94,19 +95,11 @@ class FieldEnv:
     def __init__(self, task: FieldTask) -> None:
         self._task = task
 
-    def reset(self, record: Record) -> Sequence[ChatMessage] | InputText:
+    async def reset(self, record: Record) -> Sequence[ChatMessage] | InputText:
         self._env = self._task.env_of(record)
-        return self._env.reset(record)  # type: ignore[return-value]
+        return await call(self._env.reset, record)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_env":  # before `reset`
             raise AttributeError(name)
         return getattr(self._env, name)
-
-
-class AsyncFieldEnv(FieldEnv):
-    """The same where one of the tasks begins with something that is awaited."""
-
-    async def reset(self, record: Record) -> Sequence[ChatMessage] | InputText:  # type: ignore[override]
-        self._env = self._task.env_of(record)
-        return await call(self._env.reset, record)

@@ -9,9 +9,9 @@ The package takes seconds to import, so only constructing a task (or asking for 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import lru_cache
@@ -21,7 +21,8 @@ from typing import Any
 from envs.rewards.extract import last_answer_tag
 from envs.rewards.workers import GraderError, WorkerPool
 from envs.task_file import refuse_unknown
-from envs.tasks.countdown import score_countdown
+from envs.tools.calculator import WRITTEN, calculate
+from envs.tools.tool import ToolError
 from streamrl.environment import Record, SingleTurnTask, Step
 from streamrl.errors import TaskError, describe
 from streamrl.extension import did_you_mean
@@ -33,6 +34,27 @@ SCORE_S = 5.0
 """Longest time of one score; an answer that takes longer earns 0."""
 MAX_WORKERS = 4
 """Processes of an actor that score; one is enough unless answers keep them busy."""
+WRONG = 0.05
+"""reasoning_gym's score of an expression that does not solve countdown's question."""
+_ARITHMETIC = re.compile(rf"[\d\s()+\-*/{''.join(WRITTEN)}]+")
+
+
+def score_countdown(answer: str, entry: Mapping[str, Any]) -> float:
+    """Countdown, where all given numbers, each once, make the target; parsed, never evaluated.
+
+    1 for a solution, WRONG for another expression of numbers and + - * /, 0 for anything else.
+    """
+    if not _ARITHMETIC.fullmatch(answer):
+        return 0.0
+    try:
+        value = float(calculate(answer))
+    except ToolError:
+        return 0.0
+    numbers, target = entry["metadata"]["numbers"], entry["metadata"]["target"]
+    uses_all = sorted(map(int, re.findall(r"\d+", answer))) == sorted(numbers)
+    return 1.0 if uses_all and math.isclose(value, target, rel_tol=1e-5, abs_tol=1e-6) else WRONG
+
+
 OWN_SCORERS: dict[str, Callable[[str, Mapping[str, Any]], float]] = {"countdown": score_countdown}
 """In place of the package's scorer."""
 TEST_SHARE = 5
@@ -116,11 +138,10 @@ class ReasoningTask(SingleTurnTask):
         self._own_scorer = OWN_SCORERS.get(dataset)
         compares_texts = type(self._dataset).score_answer is package().ProceduralDataset.score_answer
         self.may_block = self._own_scorer is None and not compares_texts
-        self._pool: WorkerPool | None = None
-        self._lock, self._warned = threading.Lock(), False
+        self._pool = WorkerPool("envs.tasks.reasoning_worker", min(MAX_WORKERS, os.cpu_count() or 1), SCORE_S)
+        self._warned = False
         if self.may_block:  # an actor starts the first worker before its first episode: that takes seconds
-            self.set_up = lambda: self._workers().start()
-            self.tear_down = lambda: self._workers().close()
+            self.set_up, self.tear_down = self._pool.start, self._pool.close
 
     def record(self, split: str, index: int) -> Record:
         for attempt in range(NUM_DRAWS):
@@ -151,20 +172,12 @@ class ReasoningTask(SingleTurnTask):
     def _score(self, record: Record, answer: str) -> float:
         # A scorer may need metadata that JSON cannot carry, so the entry is drawn again instead of being sent along.
         if self.may_block:
-            return float(self._workers().ask([*self._question, record["draw"], record["question"], answer]))
+            return float(self._pool.ask([*self._question, record["draw"], record["question"], answer]))
         entry = entry_of(self._entry, record["draw"], record["question"], self.name)
         try:
             return score_of(self._own_scorer or self._dataset.score_answer, answer, entry)
         except Exception as error:
             raise GraderError(f"{type(error).__name__}: {error}"[:200]) from error
-
-    def _workers(self) -> WorkerPool:
-        """Made at the first call: the learner asks for records and never scores."""
-        with self._lock:
-            if self._pool is None:
-                num = min(MAX_WORKERS, os.cpu_count() or 1)
-                self._pool = WorkerPool("envs.tasks.reasoning_worker", num, SCORE_S)
-            return self._pool
 
     def _warn(self, error: GraderError) -> None:
         if not self._warned:

@@ -14,17 +14,16 @@ from __future__ import annotations
 import random
 import re
 import string
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 from envs.data.shapes import RecordShape
-from envs.data.sources import Source, open_source
+from envs.data.sources import open_source
 from envs.data_task import DataTask, TaskSettings
 from envs.tasks.facts import World
-from envs.tools.search import TextIndex, document
+from envs.tasks.strings import is_test
+from envs.tools.search import Library
 from streamrl.environment import ChatMessage, Env, Record, SingleTurnTask, Step
 from streamrl.errors import TaskError
 
@@ -43,49 +42,21 @@ _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
-class Library:
-    """The texts of a search, indexed at the first one; threads may share it.
-
-    Args:
-        open_texts: gives them: a list, or a source of records.
-        num_results: found at once.
-    """
-
-    def __init__(self, open_texts: Callable[[], Sequence[str] | Source], num_results: int) -> None:
-        self._open, self._num_results = open_texts, num_results
-        self._lock = threading.Lock()
-        self._opened: tuple[Callable[[int], str], TextIndex] | None = None
-
-    def __call__(self, query: str) -> str:
-        """The best texts, numbered."""
-        with self._lock:
-            if self._opened is None:
-                self._opened = self._index()
-        text, index = self._opened
-        found = [f"Doc {rank}: {text(place)}" for rank, place in enumerate(index.search(query, self._num_results), 1)]
-        return "\n".join(found) or "Nothing was found."
-
-    def _index(self) -> tuple[Callable[[int], str], TextIndex]:
-        texts = self._open()
-        text = texts.__getitem__ if isinstance(texts, Sequence) else partial(document, texts)
-        return text, TextIndex(text(place) for place in range(len(texts)))
-
-
 class SearchEnv:
     """One question.
 
     Args:
         prompt: of a record.
         answers: all right ones of a record.
-        search: words to what is found.
+        library: what is searched.
         format_reward: added for an answer in its tags, right or wrong.
     """
 
     def __init__(
         self, prompt: Callable[[Record], Sequence[ChatMessage]], answers: Callable[[Record], Sequence[str]],
-        search: Callable[[str], str], format_reward: float,
+        library: Library, format_reward: float,
     ) -> None:
-        self._prompt, self._answers, self._search, self._format_reward = prompt, answers, search, format_reward
+        self._prompt, self._answers, self._library, self._format_reward = prompt, answers, library, format_reward
         self._record: Record = {}
         self._num_searches = 0
 
@@ -99,7 +70,7 @@ class SearchEnv:
             return Step(0.0, done=False, text=NO_ACTION)
         if found[1] == "search":
             self._num_searches += 1
-            return Step(0.0, done=False, text=information(self._search(found[2])))
+            return Step(0.0, done=False, text=information(self._library.best(found[2])))
         given = normalized(found[2])
         right = float(any(given == normalized(answer) for answer in self._answers(self._record)))
         parts = {"searches": float(self._num_searches)}
@@ -145,7 +116,7 @@ class SearchQuestions(SingleTurnTask):
         while True:
             person, num_hops = rng.randrange(len(self._world.people)), rng.randint(*self._hops)
             # A person's questions of every number of hops are on the same side: they share facts.
-            if _is_test(self._world.people[person]) == (split != "train"):
+            if is_test(self._world.people[person], TEST_SHARE) == (split != "train"):
                 question = self._world.question(person, num_hops)
                 return {"question": question.text, "answer": question.answer, "person": person, "hops": num_hops}
 
@@ -163,7 +134,7 @@ class SearchQuestions(SingleTurnTask):
         """One search for each hop, what it finds, and the answer."""
         turns: list[str] = []
         for words in self._world.question(record["person"], record["hops"]).searches:
-            turns += [f"<search>{words}</search>", information(self._library(words))]
+            turns += [f"<search>{words}</search>", information(self._library.best(words))]
         return [*turns, self.target(record)]
 
 
@@ -206,9 +177,10 @@ def answers_of(answer: Any) -> list[str]:
     return found
 
 
-def information(found: str) -> str:
-    """The found text as the model reads it."""
-    return f"\n<information>{found}</information>\n"
+def information(found: Sequence[str]) -> str:
+    """The found texts as the model reads them."""
+    texts = "\n".join(f"Doc {rank}: {text}" for rank, text in enumerate(found, 1)) or "Nothing was found."
+    return f"\n<information>{texts}</information>\n"
 
 
 def normalized(answer: str) -> str:
@@ -221,7 +193,3 @@ def _checked(num_results: int) -> int:
     if not 1 <= num_results <= 50:
         raise TaskError(f"num_results={num_results} must lie between 1 and 50.")
     return num_results
-
-
-def _is_test(person: str) -> bool:
-    return blake2b(person.encode(), digest_size=4).digest()[0] % TEST_SHARE == 0

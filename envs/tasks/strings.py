@@ -78,7 +78,7 @@ class StringTask(SingleTurnTask):
         while True:
             length = rng.randint(self.min_length, self.max_length)
             text = "".join(rng.choices(self.alphabet, k=length))
-            if _is_test(text) == (split != "train"):
+            if is_test(text) == (split != "train"):
                 return {"prompt": text, "answer": OPERATIONS[self.operation](text, self.alphabet)}
 
     def reward(self, record: Record, completion: str) -> Step:
@@ -90,5 +90,6 @@ class StringTask(SingleTurnTask):
         return str(record["answer"])
 
 
-def _is_test(text: str) -> bool:
-    return blake2b(text.encode(), digest_size=4).digest()[0] % TEST_SHARE == 0
+def is_test(text: str, share: int = TEST_SHARE) -> bool:
+    """Whether a text belongs to the test split, as one in `share` does: a function of the text alone."""
+    return blake2b(text.encode(), digest_size=4).digest()[0] % share == 0

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from hashlib import blake2b
 
-from envs.tasks.strings import partial_credit
+from envs.tasks.strings import is_test, partial_credit
 from envs.tools.calculator import Calculator, calculate
-from envs.tools.environment import ToolEnv, ToolRules
+from envs.tools.environment import ToolRules, tool_env
 from envs.tools.parsing import parse_angle
 from streamrl.environment import Env, Record, SingleTurnTask, Step
 from streamrl.errors import TaskError
 
 OPERATORS = "+-*"
-TEST_SHARE = 8
-"""One expression in this many belongs to the test split."""
 MAX_ANSWER_CHARS = 20
 
 
@@ -60,7 +57,7 @@ class ToolArithmetic(SingleTurnTask):
         while True:
             a, b = (rng.randrange(10**self.max_digits) for _ in range(2))
             expression = f"{a}{rng.choice(self.operators)}{b}"
-            if _is_test(expression) == (split != "train"):
+            if is_test(expression) == (split != "train"):
                 return {"prompt": expression, "answer": calculate(expression)}
 
     def reward(self, record: Record, completion: str) -> Step:
@@ -68,7 +65,7 @@ class ToolArithmetic(SingleTurnTask):
         return Step(reward=partial_credit(answer, completion), score=float(completion == answer))
 
     def env(self) -> Env:
-        return ToolEnv(super().env(), self._tools, self._rules)
+        return tool_env(super().env(), self._tools, self._rules)
 
     def target(self, record: Record) -> str:
         """The answer itself: who knows it need not ask."""
@@ -77,7 +74,3 @@ class ToolArithmetic(SingleTurnTask):
     def target_turns(self, record: Record) -> Sequence[str]:
         """A call, what the calculator says, and the answer, for a supervised warm start."""
         return f"<{record['prompt']}>", str(record["answer"]), str(record["answer"])
-
-
-def _is_test(expression: str) -> bool:
-    return blake2b(expression.encode(), digest_size=4).digest()[0] % TEST_SHARE == 0

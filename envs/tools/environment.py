@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from envs.adapters.awaiting import result_at_once
+from envs.awaiting import alike, call, suited
 from envs.tools.parsing import BadCall, Parser, ToolCall, spoken
 from envs.tools.tool import Tool, ToolError, check_arguments, schema
 from streamrl.environment import (
@@ -53,7 +51,7 @@ class ToolRules:
 
 
 class ToolEnv:
-    """One episode; `env` gets the final answer alone. For an environment and tools that are not async.
+    """One episode; `env` gets the final answer alone.
 
     `tools` are the schemas that the chat template shows to the model, those of the environment's own included.
     """
@@ -61,72 +59,50 @@ class ToolEnv:
     def __init__(self, env: Env, tools: Sequence[Tool], rules: ToolRules) -> None:
         self.tools: list[Mapping[str, Any]] = []
         self._env, self._tools, self._rules = env, {tool.name: tool for tool in tools}, rules
+        self._reset, self._step, *calls = alike(*_functions(env, tools))
+        self._calls = dict(zip(self._tools, calls, strict=True))
         self._turn = self._num_calls = self._num_errors = 0
         self._told = False
 
-    def reset(self, record: Record) -> Sequence[ChatMessage]:
-        return result_at_once(self._reset(record))
-
-    def step(self, action: str) -> Step:
-        return result_at_once(self._step(action))
-
-    async def _reset(self, record: Record) -> Sequence[ChatMessage]:
+    async def reset(self, record: Record) -> Sequence[ChatMessage]:
         self._turn = self._num_calls = self._num_errors = 0
         self._told = False
-        messages = await self._run(self._env.reset, record)
+        messages = await call(self._reset, record)
         described = [schema(tool) for tool in self._tools.values()] if self._rules.describe else []
         self.tools = [*described, *(self._env.tools if isinstance(self._env, HasTools) else ())]
         return messages
 
-    async def _step(self, action: str) -> Step:
+    async def step(self, action: str) -> Step:
         self._turn += 1
         rules = self._rules
         calls = [] if self._told else rules.parse(spoken(action), list(self._tools.values()))
         if not calls or self._turn >= rules.max_turns:
-            step = await self._run(self._env.step, action)
+            step = await call(self._step, action)
             counts = {"tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
             # An environment of several turns may go on; what its steps say is theirs, the counts come with the last.
             return replace(step, parts={**counts, **step.parts}) if step.done else step
-        answers = [await self._answer(call) for call in calls[: rules.max_calls - self._num_calls]]
+        answers = [await self._answer(one) for one in calls[: rules.max_calls - self._num_calls]]
         if len(answers) < len(calls) or not answers:
             self._told = True
             answers.append(ChatMessage(rules.role, rules.error_text or NO_CALLS_LEFT))
         return Step(reward=0.0, done=False, messages=answers)
 
-    async def _answer(self, call: ToolCall | BadCall) -> ChatMessage:
+    async def _answer(self, asked: ToolCall | BadCall) -> ChatMessage:
         self._num_calls += 1
         try:
-            if isinstance(call, BadCall):
-                raise ToolError(call.problem)
-            tool = self._tools.get(call.name)
+            if isinstance(asked, BadCall):
+                raise ToolError(asked.problem)
+            tool = self._tools.get(asked.name)
             if tool is None:
-                hint, names = did_you_mean(call.name, self._tools), ", ".join(self._tools)
-                raise ToolError(f"there is no tool {call.name!r:.60}.{hint} There are: {names}.")
-            check_arguments(tool, call.arguments)
-            text = str(await self._run(tool.call, call.arguments))
+                hint, names = did_you_mean(asked.name, self._tools), ", ".join(self._tools)
+                raise ToolError(f"there is no tool {asked.name!r:.60}.{hint} There are: {names}.")
+            check_arguments(tool, asked.arguments)
+            text = str(await call(self._calls[asked.name], asked.arguments))
         except Exception as error:  # whatever a tool does, the model reads it and the episode goes on
             self._num_errors += 1
             text = f"Error: {error}" if isinstance(error, ToolError) else f"Error: {type(error).__name__}: {error}"
             text = self._rules.error_text or text
         return ChatMessage(self._rules.role, cut(text, self._rules.max_output_chars))
-
-    async def _run(self, function: Callable[[Any], Any], argument: object) -> Any:
-        return function(argument)
-
-
-class AsyncToolEnv(ToolEnv):
-    """The same where the environment or a tool is async; what is not runs in a thread meanwhile."""
-
-    async def reset(self, record: Record) -> Sequence[ChatMessage]:  # type: ignore[override]
-        return await self._reset(record)
-
-    async def step(self, action: str) -> Step:  # type: ignore[override]
-        return await self._step(action)
-
-    async def _run(self, function: Callable[[Any], Any], argument: object) -> Any:
-        if inspect.iscoroutinefunction(function):
-            return await function(argument)
-        return await asyncio.to_thread(function, argument)
 
 
 def tool_env(env: Env, tools: Sequence[Tool], rules: ToolRules) -> ToolEnv:
@@ -141,8 +117,11 @@ def tool_env(env: Env, tools: Sequence[Tool], rules: ToolRules) -> ToolEnv:
             f"env.tools cannot be put around {type(env).__name__}: an environment with last_step, cut_step or "
             "set_input_text answers calls itself; leave env.tools out."
         )
-    methods = [env.reset, env.step, *(tool.call for tool in tools)]
-    return (AsyncToolEnv if any(map(inspect.iscoroutinefunction, methods)) else ToolEnv)(env, tools, rules)
+    return suited(ToolEnv, *_functions(env, tools))(env, tools, rules)
+
+
+def _functions(env: Env, tools: Sequence[Tool]) -> list[Callable[[Any], Any]]:
+    return [env.reset, env.step, *(tool.call for tool in tools)]
 
 
 def cut(text: str, max_chars: int) -> str:

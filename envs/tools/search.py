@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from envs.data.sources import Source, open_source
@@ -35,19 +36,40 @@ class SearchTool:
     def __init__(self, settings: ToolUseConfig) -> None:
         if settings.documents is None:
             raise TaskError("env.tools holds search: give env.tool_use.documents=FILE, what is to be searched.")
-        self._source = open_source(settings.documents, setting="env.tool_use.documents")
-        document(self._source, 0)
-        self._lock = threading.Lock()
-        self._index: TextIndex | None = None
+        source = open_source(settings.documents, setting="env.tool_use.documents")
+        document(source, 0)
+        self._library = Library(lambda: source, NUM_FOUND)
 
     def call(self, arguments: Mapping[str, Any]) -> str:
+        found = self._library.best(arguments["query"])
+        return "\n\n".join(f"[{rank}] {text}" for rank, text in enumerate(found, 1)) or "Nothing was found."
+
+
+class Library:
+    """The texts of a search, indexed at the first one; threads may share it.
+
+    Args:
+        open_texts: gives them: a list, or a source of records.
+        num_results: found at once.
+    """
+
+    def __init__(self, open_texts: Callable[[], Sequence[str] | Source], num_results: int) -> None:
+        self._open, self._num_results = open_texts, num_results
+        self._lock = threading.Lock()
+        self._opened: tuple[Callable[[int], str], TextIndex] | None = None
+
+    def best(self, query: str) -> list[str]:
+        """The best texts."""
         with self._lock:
-            if self._index is None:
-                self._index = TextIndex(document(self._source, place) for place in range(len(self._source)))
-        found = self._index.search(arguments["query"], NUM_FOUND)
-        if not found:
-            return "Nothing was found."
-        return "\n\n".join(f"[{rank}] {document(self._source, place)}" for rank, place in enumerate(found, 1))
+            if self._opened is None:
+                self._opened = self._index()
+        text, index = self._opened
+        return [text(place) for place in index.search(query, self._num_results)]
+
+    def _index(self) -> tuple[Callable[[int], str], TextIndex]:
+        texts = self._open()
+        text = texts.__getitem__ if isinstance(texts, Sequence) else partial(document, texts)
+        return text, TextIndex(text(place) for place in range(len(texts)))
 
 
 class TextIndex:

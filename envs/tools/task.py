@@ -11,8 +11,9 @@ from envs.tools.parsing import PARSERS
 from envs.tools.python import PythonTool
 from envs.tools.search import SearchTool
 from envs.tools.tool import Tool, schema
+from envs.wrapped_task import WrappedTask
 from streamrl.config.schema import EnvConfig, ToolUseConfig
-from streamrl.environment import Env, Record, Task
+from streamrl.environment import Task
 from streamrl.errors import TaskError
 from streamrl.extension import resolve
 
@@ -28,37 +29,11 @@ FORMS = {
     "angle": "<argument>, for the first tool",
 }
 """How the prompt describes the form of a call; where every form is accepted, it describes the first."""
+TAKEN_OVER = ("target", "stop", "system_prompt", "label", "set_up", "tear_down")
+"""What a task with tools has of the task itself; not its turns, which know no tools."""
 
 
-class ToolTask:
-    """A task whose episodes may call tools.
-
-    Args:
-        base: the task itself; its `target`, `stop` and `system_prompt` are taken over.
-        tools: distinct names.
-        rules: of its episodes.
-        tool_prompt: what a chat template that shows no tools says of them in the system message.
-    """
-
-    def __init__(self, base: Task, tools: Sequence[Tool], rules: ToolRules, tool_prompt: str) -> None:
-        self.base, self.name = base, base.name
-        self.tool_prompt = tool_prompt
-        self._tools, self._rules = tools, rules
-        for optional in ("target", "stop", "system_prompt", "label", "set_up", "tear_down"):
-            if hasattr(base, optional):
-                setattr(self, optional, getattr(base, optional))
-
-    def num_records(self, split: str) -> int:
-        return self.base.num_records(split)
-
-    def record(self, split: str, index: int) -> Record:
-        return self.base.record(split, index)
-
-    def env(self) -> Env:
-        return tool_env(self.base.env(), self._tools, self._rules)
-
-
-def with_tools(task: Task, env: EnvConfig) -> ToolTask:
+def with_tools(task: Task, env: EnvConfig) -> WrappedTask:
     """The task with the tools that `env.tools` names. Raises TaskError or ConfigError: no such tool, or a bad one."""
     use = env.tool_use
     tools = [_tool(name, use) for name in env.tools]
@@ -70,7 +45,9 @@ def with_tools(task: Task, env: EnvConfig) -> ToolTask:
         resolve(use.parser, PARSERS, setting="env.tool_use.parser"), max_turns=env.max_turns, max_calls=use.max_calls,
         max_output_chars=use.max_output_chars, describe=use.describe, role=use.role.value,
     )
-    return ToolTask(task, tools, rules, describe(tools, use.parser))
+    found = WrappedTask(task, lambda: tool_env(task.env(), tools, rules), TAKEN_OVER)
+    found.tool_prompt = describe(tools, use.parser)
+    return found
 
 
 def describe(tools: Sequence[Tool], parser: str) -> str:

@@ -25,8 +25,7 @@ from streamrl.messages import TRANSPORTS
 
 ENGINES = {
     "native": "actors.engines.native.engine:NativeEngine",
-    "vllm": "actors.engines.vllm.factory:vllm_engine",
-    "scripted": "actors.engines.scripted:ScriptedEngine",
+    "vllm": "actors.engines.vllm.adapters:vllm_engine",
 }
 """Engine of actors by name -> its factory, which `actors.engines.registry` imports; nothing here does."""
 

@@ -109,7 +109,7 @@ class EndpointConfig:
 @dataclass
 class ActorsConfig:
     engine: str = "native"
-    """Inference engine of the actors: native, vllm, scripted or your own `package.module:factory`."""
+    """Inference engine of the actors: native, vllm or your own `package.module:factory`."""
     num_concurrent: int = ranged(64, gt=0)
     """Trajectories that one actor runs at once."""
     device: str = "auto"

@@ -43,7 +43,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__", "replay", "supervised"),
     ),
     "envs": (
-        ("data", "json_handler", "reward_values", "sandbox"),
+        ("awaiting", "data", "json_handler", "reward_values", "sandbox", "wrapped_task"),
         ("adapters", "rewards"),
         ("task_file", "tools"),
         ("reward_file", "check", "agents"),

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from actors.engines.base import EngineSpec, GenerateRequest, Generation, InstallTimes, VersionSpan
-from actors.engines.scripted import ScriptedEngine as PlainEngine
-from actors.engines.scripted import scripted_tokens
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
+from tests.fakes.plain_engine import ScriptedEngine as PlainEngine
+from tests.fakes.plain_engine import scripted_tokens
 
 Reply = Callable[[Sequence[int], int, VersionRef], Sequence[int]]
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from actors.engines.base import EngineSpec, GenerateRequest, Generation, InstallTimes
-from actors.engines.scripted import ScriptedEngine
 from envs.tasks.strings import StringTask
 from streamrl.environment import Record, Step
 from streamrl.messages import VersionRef
+from tests.fakes.plain_engine import ScriptedEngine
 
 PHASES = ("generation", "environment", "install", "learner")
 STEPS_PER_PHASE = 8

@@ -26,7 +26,6 @@ from actors.engines.base import (
     GenerateRequest,
     Generation,
     InstallTimes,
-    check_install_policy,
     check_request,
 )
 from actors.engines.native.adapters import AdapterSets
@@ -88,7 +87,6 @@ class NativeEngine:
         device: torch.device | str = "cpu", num_threads: int | None = None, install_policy: str = "continue",
         prefill_tokens: int = 2048, adapter: AdapterSpec | None = None, weights: str = "full",
     ) -> None:
-        check_install_policy(install_policy)
         _check_sizes(model, max_num_seqs, max_tokens)
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
         self._policy, self._num_threads = install_policy, num_threads

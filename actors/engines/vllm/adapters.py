@@ -207,5 +207,10 @@ class AdapterVllmEngine(VllmEngine):
         return self._loras[wanted].request()
 
 
+def vllm_engine(spec: EngineSpec) -> VllmEngine:
+    """The engine that a run needs: for whole models, or for adapters. Raises EngineError as the engines do."""
+    return VllmEngine(spec) if spec.adapter is None else AdapterVllmEngine(spec)
+
+
 def _contiguous(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}

@@ -21,15 +21,7 @@ from typing import Any
 
 import torch
 
-from actors.engines.base import (
-    EngineSpec,
-    EngineStats,
-    GenerateRequest,
-    Generation,
-    InstallTimes,
-    check_install_policy,
-    check_request,
-)
+from actors.engines.base import EngineSpec, EngineStats, GenerateRequest, Generation, InstallTimes, check_request
 from actors.engines.native.engine import build_model, end_of_sequence_ids
 from actors.engines.native.weight_sets import check_document, checkpoint_tensors
 from actors.engines.vllm.client import (
@@ -79,7 +71,6 @@ class VllmEngine:
     name = "vllm"
 
     def __init__(self, spec: EngineSpec) -> None:
-        check_install_policy(spec.install_policy)
         self.max_num_seqs, self.max_tokens, self._policy = spec.max_num_seqs, spec.max_tokens, spec.install_policy
         with torch.device("meta"):
             model = build_model(spec.model_dir, dtype=spec.dtype, device="meta")

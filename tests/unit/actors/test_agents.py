@@ -19,8 +19,8 @@ from actors.endpoint.endpoint import Endpoint
 from actors.rollout import run_group, sendable
 from actors.settings import make_endpoint
 from envs.agents.function import function_agent
-from envs.agents.task import AgentTask
 from envs.registry import task_of
+from envs.wrapped_task import WrappedTask
 from streamrl.config.load import load_config, to_plain
 from streamrl.environment import AgentSession
 from streamrl.errors import ConfigError, EngineError, TaskError
@@ -400,12 +400,12 @@ def test_a_program_plays_and_its_last_line_is_the_reward(tmp_path, end, reward):
     assert member_of(group).reward == reward
 
 
-def command(tmp_path, program: str, *words: str) -> AgentTask:
+def command(tmp_path, program: str, *words: str) -> WrappedTask:
     (tmp_path / "agent.py").write_text(program)
     return task_of(settings(f"env.agent_command='{sys.executable} {tmp_path}/agent.py'", *words))
 
 
-def reversing(task: AgentTask):
+def reversing(task: WrappedTask):
     """The right answer to the task's first record, whatever is asked."""
     said = TOKENIZER.encode(task.target(task.base.record("train", 0)), add_special_tokens=False)
     return lambda *_: said

@@ -47,7 +47,7 @@ def test_only_an_engine_that_may_have_started_processes_is_waited_for(processes:
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [(["actors.engine=native"], False), (["actors.engine=scripted"], False), (["actors.engine=vllm"], True)],
+    [(["actors.engine=native"], False), (["actors.engine=vllm"], True)],
 )
 def test_which_engines_may_have_started_processes_is_read_from_the_settings(words: list[str], found: bool):
     config = load_config(["experiment=quickstart"])

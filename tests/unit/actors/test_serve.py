@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from actors.serve.__main__ import main
-from actors.serve.session import ServedSessions
+from actors.serve.__main__ import ServedSessions, main
 from tests.unit.actors.test_agent_forms import form_of
 from tests.unit.actors.test_evaluate import WORDS, checkpoint, logging_stays, trained  # noqa: F401, the fixtures
 

@@ -78,7 +78,7 @@ def played(runtime: ActorRuntime, split: str = "train", *, times: int = 1) -> li
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("word", "name"), [("actors.engine=native", "native"), ("actors.engine=scripted", "scripted")])
+@pytest.mark.parametrize(("word", "name"), [("actors.engine=native", "native"), (SCRIPTED, "scripted")])
 def test_the_engine_is_the_one_that_is_named(hub, welcome, word, name):
     with runtime_of(hub, welcome, word) as runtime:
         assert runtime.engine.name == name

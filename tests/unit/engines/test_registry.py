@@ -9,10 +9,10 @@ import pytest
 from actors.__main__ import work
 from actors.engines.base import EngineSpec
 from actors.engines.registry import ENGINES, build_engine, engine_factory, wire_name
-from actors.engines.scripted import ScriptedEngine
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import Outcome
+from tests.fakes.plain_engine import ScriptedEngine
 from tests.unit.actors.fakes import TOKENIZER, V1, V2, actor, always, lease, run
 
 pytestmark = pytest.mark.timeout(60)
@@ -95,9 +95,9 @@ def test_settings_take_any_engines_name_and_hello_a_short_one(own):
 
 
 def test_our_engines_are_entries_of_one_table(monkeypatch):
-    assert isinstance(build_engine("scripted", spec()), ScriptedEngine)
-    monkeypatch.setitem(ENGINES, "parrot", ENGINES["scripted"])
-    assert build_engine("parrot", spec()).max_num_seqs == 3
+    monkeypatch.setitem(ENGINES, "parrot", "tests.fakes.plain_engine:ScriptedEngine")
+    engine = build_engine("parrot", spec())
+    assert isinstance(engine, ScriptedEngine) and engine.max_num_seqs == 3
 
 
 def test_a_wrong_name_is_refused_with_the_nearest_one_before_the_hub_is_asked():

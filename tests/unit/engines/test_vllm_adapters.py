@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from actors.engines.base import AdapterSpec, EngineSpec, TakesAdapters
-from actors.engines.vllm.adapters import AdapterVllmEngine, lora_arguments
-from actors.engines.vllm.factory import vllm_engine
+from actors.engines.vllm.adapters import AdapterVllmEngine, lora_arguments, vllm_engine
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import VersionRef
 from tests.unit.engines.test_native_adapters import SCALE, adapter_of, linears, with_adapter

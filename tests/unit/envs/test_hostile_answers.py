@@ -14,8 +14,7 @@ import pytest
 
 from envs.data.shapes import RecordShape
 from envs.rewards.registry import REWARDS, make_reward
-from envs.tasks.countdown import WRONG, score_countdown
-from envs.tasks.reasoning import OWN_SCORERS, ReasoningTask, dataset_names
+from envs.tasks.reasoning import OWN_SCORERS, WRONG, ReasoningTask, dataset_names, score_countdown
 from streamrl.config.load import load_config
 from streamrl.environment import ChatMessage, Step
 from tests.unit.envs.hostile import FORMS, MARK, STALLS, in_every_form, marks

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envs.rewards.repetition import repeats_itself
+from envs.rewards.forms import repeats_itself
 
 SENTENCE = "this sentence has a good deal more than eight words in it"
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from envs.registry import task_of
-from envs.tools.environment import AsyncToolEnv, ToolEnv
+from envs.tools.environment import ToolEnv
 from streamrl.config.load import from_plain
 from streamrl.config.schema import Config
 from streamrl.environment import Env, HasTools, Step
@@ -67,7 +68,7 @@ def test_any_task_gets_tools_and_scores_the_final_answer() -> None:
     assert say(plain, TIMES)[0].done
     env, record = new_env("env.tools=[calculator]")
     asked, answered = say(env, f"I compute. {TIMES}", record["answer"])
-    assert isinstance(env, ToolEnv) and not isinstance(env, AsyncToolEnv)
+    assert isinstance(env, ToolEnv) and not inspect.iscoroutinefunction(env.step)
     assert [(m.role, m.content) for m in asked.messages] == [("tool", "42")] and not asked.done and asked.reward == 0
     assert answered.done and answered.reward == 1.0 and answered.score == 1.0
     assert answered.parts["tool_calls"] == 1.0 and answered.parts["tool_errors"] == 0.0
@@ -75,7 +76,7 @@ def test_any_task_gets_tools_and_scores_the_final_answer() -> None:
 
 def test_an_own_async_tool_and_a_wrong_answer() -> None:
     env, record = new_env(f"env.tools=[{OWN},calculator]")
-    assert isinstance(env, AsyncToolEnv)
+    assert isinstance(env, ToolEnv) and inspect.iscoroutinefunction(env.step)
     asked, both, answered = say(env, reverse('{"text": "abc", "times": 2}'), TIMES + reverse('{"text": "x"}'), "???")
     assert [m.content for m in asked.messages] == ["cbacba"]
     assert [m.content for m in both.messages] == ["42", "x"]

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
-METHODS = ("reset", "step", "last_step", "cut_step")
+METHODS = ("reset", "step", "last_step", "cut_step", "step_group", "score_group", "__call__")
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -19,15 +19,18 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-async def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of `function(*args)`, awaited if it is async."""
-    return await function(*args) if is_async(function) else function(*args)
+async def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return the result of `function(*args, **options)`, awaited if it is async."""
+    return await function(*args, **options) if is_async(function) else function(*args, **options)
 
 
 def suited(kind: type, *functions: Callable[..., Any]) -> Any:
-    """The environment class as it is if any of these functions is async, else with plain methods."""
-    if any(is_async(function) for function in functions):
-        return kind
+    """The class of environments or rewards as it is if any of these functions is async, else with plain methods."""
+    return kind if any(is_async(function) for function in functions) else _plain(kind)
+
+
+@functools.cache
+def _plain(kind: type) -> type:
     found = {name: getattr(kind, name, None) for name in METHODS}
     plain = {name: _at_once(method) for name, method in found.items() if inspect.iscoroutinefunction(method)}
     return type(kind.__name__, (kind,), plain)
@@ -47,15 +50,11 @@ async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
 def _at_once(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(*args: Any) -> Any:
-        return result_at_once(method(*args))
+        coroutine = method(*args)
+        try:
+            coroutine.send(None)
+        except StopIteration as end:
+            return end.value
+        raise RuntimeError(f"{method.__qualname__} waits although all the functions that it calls are plain")
 
     return run
-
-
-def result_at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that awaits nothing. Raises RuntimeError for one that does."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    raise RuntimeError(f"{coroutine.__qualname__} waits although all the functions that it calls are plain")
