@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from learner.hub.ledger.accept_train import TrainAcceptance
-from learner.hub.ledger.handshake import Handshake
+from learner.hub.ledger.membership import Membership
 from learner.hub.ledger.tables.dedup import DedupEntry, DedupTable
 
 
@@ -28,7 +28,7 @@ def no_fencing(role: str) -> None:
     if role != "hub":
         return
     DedupTable.is_fenced = lambda self, actor_id, incarnation: False
-    Handshake._refuse = lambda self, actor_id, hello: None
+    Membership._refuse = lambda self, actor_id, hello: None
 
 
 def no_fsync(role: str) -> None:

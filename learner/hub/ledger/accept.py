@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from learner.hub.ledger.accept_eval import EvalAcceptance
 from learner.hub.ledger.accept_train import TrainAcceptance
-from learner.hub.ledger.refusal import AcceptResult, Refused
+from learner.hub.ledger.refusal import AcceptResult, GroupChecks, Refused, is_failure
 from learner.hub.ledger.tables.actors import Actor, ActorTable
 from learner.hub.ledger.tables.dedup import DedupEntry, DedupTable
+from learner.hub.ledger.tables.evals import EvalSource, EvalTable
+from learner.hub.ledger.tables.groups import Delivery, GroupState
 from streamrl.messages import EVAL_BIT, Group, Outcome, RejectReason
 
 
 @dataclass
 class Acceptance:
-    """Judges GROUP messages: their sender and number here, their lease and contents by purpose."""
+    """Judges GROUP messages; `sources` say how the leases of each evaluation set have answers drawn."""
 
     counts: Counter[str]
     dedup: DedupTable
+    evals: EvalTable
     actors: ActorTable
+    checks: GroupChecks
+    sources: Mapping[str, EvalSource]
     train: TrainAcceptance
-    evals: EvalAcceptance
 
     def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
         """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
@@ -53,8 +57,8 @@ class Acceptance:
     def _decide(self, actor: Actor, entry: DedupEntry, group: Group, frame: bytes, now: float) -> AcceptResult:
         lease = actor.credit(group.group_id).leases.get(group.group_id)
         try:
-            judge = self.evals if group.group_id & EVAL_BIT else self.train
-            durable = judge.accept(actor, group, frame, now)
+            judge = self._accept_eval if group.group_id & EVAL_BIT else self.train.accept
+            durable = judge(actor, group, frame, now)
         except Refused as refused:
             # The actor believes that it is done: unless more was to follow, its lease must not stay open forever.
             lease = actor.credit(group.group_id).leases.get(group.group_id)  # a stale group has ended it
@@ -77,3 +81,35 @@ class Acceptance:
         self.counts[f"num_rejected_{result.reason.name.lower()}"] += 1
         self.counts["num_duplicates_dropped"] += result.reason is RejectReason.DUPLICATE
         return result
+
+    def _accept_eval(self, actor: Actor, group: Group, frame: bytes, now: float) -> bool:
+        """Take an evaluation group in, without tests of capacity and age; it is durable at once. Raises Refused."""
+        summaries = self.checks.content(group, (0,))
+        record = self.evals.record(group.group_id)
+        name = f"evaluation group {group.group_id:#x}"
+        if record is None:
+            raise Refused(RejectReason.NO_LEASE, f"{name} is not under way")
+        if not record.was_granted(actor.actor_id, group.attempt):
+            raise Refused(
+                RejectReason.NO_LEASE, f"{name} attempt {group.attempt} was never leased to {actor.actor_id}",
+                strike=not actor.survived_restart,
+            )
+        scored = [one for one in summaries if not one.aborted]
+        if scored and record.state in (GroupState.HELD, GroupState.DROPPED):
+            raise Refused(RejectReason.DUPLICATE, f"{name} has its score")
+        self.checks.sampling(group, self.sources[self.evals.run_of(record).dataset].sampling)
+        self.checks.versions_known(group, summaries)
+        current = record.is_with(actor.actor_id, group.attempt)
+        if scored and not self.evals.run_of(record).counts(scored[0]):
+            self.counts["num_eval_discarded"] += 1
+            if current:
+                self.actors.release(group.group_id, now, failed=False)  # no fault of the prompt: it is asked again
+        elif scored:
+            if record.lease is not None:
+                self.actors.detach(record, revoke=not current)
+            self.counts["num_eval_groups"] += 1
+            self.evals.finish(record, scored[0], frame, Delivery(actor.actor_id, actor.incarnation, group.seq),
+                              group.answers[0] if group.answers else "")
+        elif current:
+            self.actors.release(group.group_id, now, failed=is_failure(group))
+        return True

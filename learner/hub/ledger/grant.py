@@ -25,26 +25,55 @@ MAX_PASSED_OVER = 256  # records in one grant, so that the hub goes on with othe
 
 
 @dataclass
-class EvalGrants:
-    """Makes leases of evaluations for actors with a version that may answer them."""
+class Grants:
+    """Makes leases; evaluation first, then training in dispatch order, old groups before new ones."""
 
     run_seed: int
     lease_ttl_s: float
+    sampling: Sampling
+    sources: Mapping[str, EvalSource]
     counts: Counter[str]
     versions: Versions
+    groups: GroupTable
     evals: EvalTable
-    sources: Mapping[str, EvalSource]
+    lag: LagBounds
+    lifecycle: GroupLifecycle
+    actors: ActorTable
+    num_grants: int = 0
 
-    def grant(self, actor: Actor, now: float) -> list[Lease]:
+    def order(self) -> list[str]:
+        """List actors that could take what there is: first who holds least, then who waited longest."""
+        num = self.groups.num(GroupState.READY) + max(0, self.lag.num_free)
+        if not self.evals.any_waiting():
+            return self.actors.shares.first(num, self._admits()) if num else []
+        ready = [one for one in self.actors.all() if one.state == "READY" and (one.train.room or one.eval.room)]
+        return [actor.actor_id for actor in sorted(ready, key=lambda one: (one.granted_no, one.actor_id))]
+
+    def grant(self, actor_id: str, now: float) -> list[Lease]:
+        """Make leases for this actor: at most its free slots, and at most a fair share of what is there.
+
+        Ask the others too, then ask again.
+        """
+        actor = self.actors.get(actor_id)
+        if actor is None or actor.state != "READY":
+            return []
+        leases = self._grant_eval(actor, now) + self._grant_train(actor, now)
+        if leases:
+            self.num_grants += 1
+            actor.granted_no = self.num_grants
+            self.actors.shares.touch(actor)
+        return leases
+
+    def _grant_eval(self, actor: Actor, now: float) -> list[Lease]:
         leases: list[Lease] = []
         while len(leases) < MAX_EVAL_LEASES and actor.eval.room:
             run = self.evals.next_for(actor.installed.version)
             if run is None:
                 break
-            leases.append(self._lease(actor, run, now))
+            leases.append(self._lease_eval(actor, run, now))
         return leases
 
-    def _lease(self, actor: Actor, run: EvalRun, now: float) -> Lease:
+    def _lease_eval(self, actor: Actor, run: EvalRun, now: float) -> Lease:
         assert actor.installed is not None
         record, source = self.evals.take(run, actor.installed.version), self.sources[run.dataset]
         place = record.group_id & 0xFFFFFFFF  # of prompt and answer
@@ -66,45 +95,6 @@ class EvalGrants:
             keep_s=self.evals.keep_s if pinned else 0.0, num_after=self.evals.num_waiting_with(run),
         )
 
-
-@dataclass
-class Grants:
-    """Makes leases; evaluation first, then training in dispatch order, old groups before new ones."""
-
-    run_seed: int
-    lease_ttl_s: float
-    sampling: Sampling
-    counts: Counter[str]
-    groups: GroupTable
-    lag: LagBounds
-    lifecycle: GroupLifecycle
-    actors: ActorTable
-    evals: EvalGrants
-    num_grants: int = 0
-
-    def order(self) -> list[str]:
-        """List actors that could take what there is: first who holds least, then who waited longest."""
-        num = self.groups.num(GroupState.READY) + max(0, self.lag.num_free)
-        if not self.evals.evals.any_waiting():
-            return self.actors.shares.first(num, self._admits()) if num else []
-        ready = [one for one in self.actors.all() if one.state == "READY" and (one.train.room or one.eval.room)]
-        return [actor.actor_id for actor in sorted(ready, key=lambda one: (one.granted_no, one.actor_id))]
-
-    def grant(self, actor_id: str, now: float) -> list[Lease]:
-        """Make leases for this actor: at most its free slots, and at most a fair share of what is there.
-
-        Ask the others too, then ask again.
-        """
-        actor = self.actors.get(actor_id)
-        if actor is None or actor.state != "READY":
-            return []
-        leases = self.evals.grant(actor, now) + self._grant_train(actor, now)
-        if leases:
-            self.num_grants += 1
-            actor.granted_no = self.num_grants
-            self.actors.shares.touch(actor)
-        return leases
-
     def _grant_train(self, actor: Actor, now: float) -> list[Lease]:
         # Without the share, the first actor with many free slots would take a whole batch and the others would idle.
         room = min(actor.train.room, self._fair_share(actor))
@@ -113,7 +103,7 @@ class Grants:
         for record in self._candidates(actor, now) if room > 0 and not prompts.fatal else ():
             prompt = prompts.read(record.prompt_index)
             if prompt is not None:
-                leases.append(self._lease(actor, record, prompt, now))
+                leases.append(self._lease_train(actor, record, prompt, now))
             else:  # no actor could do better
                 num_passed_over += 1
                 self.lifecycle.drop(record, "prompt_invalid")
@@ -150,7 +140,7 @@ class Grants:
         while self.lag.num_free > 0 and self.lag.may_grant(self.groups.num_live(), installed):
             yield self.lifecycle.draw()
 
-    def _lease(self, actor: Actor, record: GroupRecord, prompt: bytes, now: float) -> Lease:
+    def _lease_train(self, actor: Actor, record: GroupRecord, prompt: bytes, now: float) -> Lease:
         attempt, members = record.next_attempt, self.lifecycle.missing(record)
         self.counts["num_groups_leased"] += 1
         self.counts["num_leases_reissued"] += attempt > 0
@@ -167,7 +157,6 @@ class Grants:
             min_version=actor.installed, sampling=self.sampling, ttl_s=self.lease_ttl_s,
             purpose=Purpose.TRAIN,
         )
-
 
 
 def in_messages(leases: list[Lease]) -> list[tuple[Lease, ...]]:

@@ -1,4 +1,4 @@
-"""Linked actors: their heartbeats and installs, and how they leave."""
+"""Linked actors: how a HELLO binds one to its link, their heartbeats and installs, and how they leave."""
 
 from __future__ import annotations
 
@@ -6,11 +6,38 @@ from collections import Counter
 from dataclasses import dataclass
 
 from learner.hub.ledger.tables.actors import MAX_LEASES, Actor, ActorTable
-from learner.hub.ledger.tables.dedup import DedupTable
+from learner.hub.ledger.tables.dedup import DedupTable, outbox_error
+from learner.hub.ledger.tables.evals import EvalTable
 from learner.hub.ledger.tables.groups import GroupState, GroupTable
 from learner.hub.ledger.tables.lifecycle import GroupLifecycle
 from learner.hub.ledger.tables.versions import Versions
-from streamrl.messages import ANSWERED_STEPS, ActorHeartbeat, LeaseRef, VersionRef
+from streamrl.messages import (
+    ANSWERED_STEPS,
+    EVAL_BIT,
+    ActorHeartbeat,
+    Hello,
+    LeaseRef,
+    SeqRange,
+    Stop,
+    StopReason,
+    VersionRef,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinResult:
+    """The answer to a HELLO: `stop`, or everything that WELCOME says about delivery and leases.
+
+    `fenced` is the incarnation that this HELLO superseded: its link, if there is one, gets STOP(FENCED).
+    """
+
+    stop: Stop | None = None
+    settled_upto: int = 0
+    settled: tuple[SeqRange, ...] = ()
+    durable_upto: int = 0
+    durable: tuple[SeqRange, ...] = ()
+    held: tuple[tuple[LeaseRef, bool], ...] = ()
+    fenced: int | None = None
 
 
 @dataclass
@@ -21,11 +48,99 @@ class Membership:
     versions: Versions
     groups: GroupTable
     dedup: DedupTable
+    evals: EvalTable
     lifecycle: GroupLifecycle
     actors: ActorTable
 
+    # --- the handshake ------------------------------------------------------------------------------------------------
+
+    def hello(self, actor_id: str, hello: Hello, now: float) -> JoinResult:
+        """Bind an actor to its link, or refuse it. The newest incarnation wins; a superseded one never returns."""
+        stop = self._refuse(actor_id, hello)
+        if stop is not None:
+            return JoinResult(stop=stop)
+        self.actors.start_grace(now, survived_restart=hello.run_id is not None)
+        entry, fenced = self.dedup.open(actor_id, hello.incarnation)
+        if fenced is not None:
+            self.counts["num_actor_restarts"] += 1
+        # Before leases are looked at: which of its numbers are settled decides which leases are orphans.
+        entry.forget_all_but(hello.outbox, hello.next_seq)
+        actor = self._bind(actor_id, hello, now)
+        held = tuple((ref, self._keep(actor, ref, now)) for ref in hello.held)
+        # A lease that this HELLO does not list is lost, unless its group is among what the actor will send again.
+        kept = {ref for ref, keeps in held if keeps}
+        for group_id, lease in actor.open_leases():
+            lease.orphan = (group_id, lease.attempt) not in kept
+        actor.resend_upto = hello.next_seq - 1
+        self.actors.release_orphans(actor, entry, now)
+        return JoinResult(
+            settled_upto=entry.settled.upto, settled=entry.settled.ranges(),
+            durable_upto=entry.durable.upto, durable=entry.durable.ranges(), held=held, fenced=fenced,
+        )
+
+    def _refuse(self, actor_id: str, hello: Hello) -> Stop | None:
+        if hello.incarnation == 0 or hello.next_seq == 0:
+            return _stop(StopReason.PROTOCOL, 4, f"actor {actor_id}: incarnation and next_seq must not be 0")
+        if self.dedup.is_fenced(actor_id, hello.incarnation):
+            detail = f"a newer process took the name {actor_id}: give every actor a name of its own"
+            return _stop(StopReason.FENCED, 3, detail)
+        wrong = outbox_error(hello.outbox, hello.next_seq, self.dedup.window)
+        return None if wrong is None else _stop(StopReason.PROTOCOL, 4, f"actor {actor_id}: {wrong}")
+
+    def _bind(self, actor_id: str, hello: Hello, now: float) -> Actor:
+        """Make or renew the actor of a HELLO; a new incarnation starts without the leases of the one before."""
+        actor = self.actors.get(actor_id)
+        if actor is not None and actor.incarnation != hello.incarnation:
+            # The old process is gone or fenced. Its attempts count as failures, or a prompt that kills every process
+            # that touches it would be leased forever.
+            self.actors.remove(actor, now, failed=True)
+            actor = None
+        if actor is None:
+            survived_restart = self.actors.restored and hello.run_id is not None
+            actor = Actor(actor_id, hello.incarnation, now, survived_restart, moved_at=now)
+            self.actors.add(actor)
+        actor.state, actor.heard_at = "JOINING", now
+        actor.train.limit = max(min(hello.max_leases, MAX_LEASES), len(actor.train.leases))
+        actor.train.free = actor.eval.free = 0  # unknown until its first heartbeat after this answer
+        actor.revocations.clear()
+        actor.install(self.versions.usable(hello.installed[0] if hello.installed is not None else None))
+        self.actors.shares.touch(actor)
+        return actor
+
+    def _keep(self, actor: Actor, ref: LeaseRef, now: float) -> bool:
+        """Decide whether a lease that a HELLO lists goes on: it must be this actor's, its group with no other actor."""
+        group_id, attempt = ref
+        if group_id & EVAL_BIT:
+            record = self.evals.record(group_id)
+            return record is not None and record.is_with(actor.actor_id, attempt)
+        # After a restart the actor may hold a group that was dispatched after the checkpoint: its number says which
+        # prompt it is, so drawing up to it restores the record.
+        if group_id >= self.groups.next_id and not (actor.survived_restart and self.lifecycle.draw_upto(group_id)):
+            return False
+        record = self.groups.live.get(group_id)
+        if record is None:
+            return False
+        if record.lease is not None:
+            return record.is_with(actor.actor_id, attempt)
+        mine = record.was_granted(actor.actor_id, attempt)
+        full = len(actor.train.leases) >= actor.train.limit
+        if record.state is not GroupState.READY or not (mine or actor.survived_restart) or full:
+            return False
+        # Another attempt may have completed some of its members since: then it would generate them twice.
+        missing = self.lifecycle.missing(record)
+        members = record.grants[attempt].members if mine else missing
+        if not set(members) <= set(missing):
+            return False
+        self.actors.lease(actor, record, attempt, members, now)
+        return True
+
+    # --- while it is linked -------------------------------------------------------------------------------------------
+
     def beat(self, actor_id: str, beat: ActorHeartbeat, now: float) -> bool:
-        """Note what it has free and renew its leases; False for an actor without a link, or with a fenced one."""
+        """Note what an actor has free; renew its leases if it makes progress, but none it calls stuck or does not hold.
+
+        False: no link, or a fenced one; answer STOP(NO_LINK).
+        """
         actor = self.actors.get(actor_id)
         if actor is None or actor.incarnation != beat.incarnation:
             return False
@@ -39,7 +154,7 @@ class Membership:
         return True
 
     def installed(self, actor_id: str, ref: VersionRef, ok: bool, now: float) -> None:
-        """Note the version that it generates from now on; a refused one changes nothing."""
+        """Note that an actor made a version live or refused it. The shell has checked that its root was published."""
         actor = self._heard(actor_id, now)
         if actor is not None:
             self.counts["num_installs" if ok else "num_install_failures"] += 1
@@ -48,7 +163,7 @@ class Membership:
                 self.actors.shares.touch(actor)
 
     def suspend(self, actor_id: str, now: float) -> None:
-        """Forget its version, so that it gets no leases, and give those that it has to others."""
+        """Stop an actor with untrusted weights: its leases go to others, and it gets none until `installed` says so."""
         actor = self._heard(actor_id, now)
         if actor is not None:
             actor.install(None)
@@ -57,7 +172,7 @@ class Membership:
                 self.actors.release(group_id, now, failed=False, revoke=True)
 
     def distrust(self, actor_id: str, now: float) -> None:
-        """Disconnect it, and generate again every group with data of it that no batch has."""
+        """Cut an actor off that is not believed: groups with its data that no batch has are generated again."""
         self.disconnect(actor_id, now, failed=False)
         for record in self.groups.in_order():
             mine = any(one.actor_id == actor_id for one in record.deliveries)
@@ -70,14 +185,14 @@ class Membership:
             self.lifecycle.again(record, "distrusted")
 
     def drain(self, actor_id: str, now: float) -> None:
-        """Give it no new leases; it may finish those it has."""
+        """Let an actor that is leaving finish the leases it has; it gets no new ones."""
         actor = self._heard(actor_id, now)
         if actor is not None:
             actor.state = "LEAVING"
             self.actors.shares.touch(actor)
 
     def evict(self, actor_id: str, now: float) -> list[LeaseRef]:
-        """Disconnect it for a fault of its own; returns the leases that it held."""
+        """Cut an actor off for a fault of its own; its leases go back to the pool, each group at its old place."""
         if self.actors.get(actor_id) is not None:
             self.counts["num_evictions"] += 1
         return self.disconnect(actor_id, now, failed=True)
@@ -96,3 +211,7 @@ class Membership:
         if actor is not None:
             actor.heard_at = now
         return actor
+
+
+def _stop(reason: StopReason, exit_code: int, detail: str) -> Stop:
+    return Stop(reason=reason, rejoin=False, retry_after_s=0.0, exit_code=exit_code, detail=detail[:512])
