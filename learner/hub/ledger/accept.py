@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from learner.hub.ledger.accept_train import TrainAcceptance
 from learner.hub.ledger.refusal import AcceptResult, GroupChecks, Refused, is_failure
-from learner.hub.ledger.tables.actors import Actor, ActorTable
+from learner.hub.ledger.tables.actor import Actor
+from learner.hub.ledger.tables.actors import ActorTable
 from learner.hub.ledger.tables.dedup import DedupEntry, DedupTable
 from learner.hub.ledger.tables.evals import EvalSource, EvalTable
 from learner.hub.ledger.tables.groups import Delivery, GroupState

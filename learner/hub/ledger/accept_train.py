@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import xxhash
 
 from learner.hub.ledger.refusal import DROP_AT_ONCE, GroupChecks, Refused, Summaries, is_failure
-from learner.hub.ledger.tables.actors import Actor, ActorTable
+from learner.hub.ledger.tables.actor import Actor
+from learner.hub.ledger.tables.actors import ActorTable
 from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState, GroupTable
 from learner.hub.ledger.tables.journal import Journal
 from learner.hub.ledger.tables.lifecycle import GroupLifecycle
@@ -112,17 +113,13 @@ class TrainAcceptance:
     def _store(self, actor: Actor, record: GroupRecord, group: Group, summaries: Summaries, frame: bytes) -> None:
         """Keep what arrived: the summaries for the ledger, the frame for the learner."""
         delivery = Delivery(actor.actor_id, actor.incarnation, group.seq)
-        fresh = {one.index: one for one in summaries if not one.aborted}
+        fresh = [one for one in summaries if not one.aborted]
         self.counts["num_members_aborted"] += len(summaries) - len(fresh)
         self.counts["num_members_accepted"] += len(fresh)
-        self.counts["num_tokens_accepted"] += sum(one.num_action_tokens for one in fresh.values())
+        self.counts["num_tokens_accepted"] += sum(one.num_action_tokens for one in fresh)
         record.holder = ""
         sequence = self.journal.append(self._arrival(actor, record, group, frame), delivery)
-        if fresh:
-            record.members.update(fresh)
-            record.frames.append(frame)
-            record.deliveries.append(delivery)
-            record.sequences.append(sequence)
+        record.add(fresh, frame, delivery, sequence)
 
     def _arrival(
         self, actor: Actor, record: GroupRecord, group: Group, frame: bytes, *, refused: str = ""

@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from learner.hub.ledger.cut import BatchCutter
-from learner.hub.ledger.tables.actors import Actor, ActorTable
+from learner.hub.ledger.tables.actor import Actor
+from learner.hub.ledger.tables.actors import ActorTable
 from learner.hub.ledger.tables.filters import dropped_by
 from learner.hub.ledger.tables.groups import GroupState, GroupTable
 from learner.hub.ledger.tables.versions import LagBounds, Versions

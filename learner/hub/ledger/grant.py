@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from learner.hub.ledger.tables.actors import Actor, ActorTable
+from learner.hub.ledger.tables.actor import Actor
+from learner.hub.ledger.tables.actors import ActorTable
 from learner.hub.ledger.tables.evals import EvalRun, EvalSource, EvalTable
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable
 from learner.hub.ledger.tables.lifecycle import GroupLifecycle

@@ -208,7 +208,7 @@ class Ledger:
         with self.journal.muted():
             for sequence, record in records(replay.first_needed):
                 replay.apply(sequence, record)
-            replay.finish()
+            replay.fill_frames()
         self.journal.next_sequence = max(self.journal.next_sequence, sequence + 1)
         for record in list(self.groups.in_state(GroupState.READY)):
             if not self.lifecycle.missing(record):  # the log ends between its last members and what became of it

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from learner.hub.ledger.tables.actors import MAX_LEASES, Actor, ActorTable
+from learner.hub.ledger.tables.actor import MAX_LEASES, Actor
+from learner.hub.ledger.tables.actors import ActorTable
 from learner.hub.ledger.tables.dedup import DedupTable, outbox_error
 from learner.hub.ledger.tables.evals import EvalTable
 from learner.hub.ledger.tables.groups import GroupState, GroupTable

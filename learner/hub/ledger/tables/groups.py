@@ -11,6 +11,7 @@ its place in dispatch order and never changes, whatever becomes of its leases.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -87,6 +88,16 @@ class GroupRecord(Struct, array_like=True):
     def origins(self) -> tuple[GroupOrigin, ...]:
         """The origin of each frame."""
         return tuple(GroupOrigin(one.actor_id, self.prompt_index) for one in self.deliveries)
+
+    def add(
+        self, members: Collection[MemberSummary], frame: bytes, delivery: Delivery, sequence: int
+    ) -> None:
+        """Keep members that a frame completes, and the frame with its record's number in the log."""
+        if members:
+            self.members.update({one.index: one for one in members})
+            self.frames.append(frame)
+            self.deliveries.append(delivery)
+            self.sequences.append(sequence)
 
     def lease_to(self, actor_id: str, attempt: int, members: tuple[int, ...], now: float) -> OpenLease:
         self.lease = OpenLease(attempt, actor_id, members, now, now)
