@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -33,7 +35,10 @@ from learner.trainer import Trainer
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import ControlError
+from streamrl.parent_watch import program
 from streamrl.stream.history import History, LoggedBatch
+from streamrl.stream.records import RunStarted
+from streamrl.stream.segments import read_records
 
 log = logging.getLogger("streamrl.replay")
 
@@ -176,3 +181,18 @@ def _begin(run_dir: Path, history: History, at_most: int) -> Checkpoint | None:
     if not history.starts:
         raise ControlError(f"the log of {run_dir} holds no start of the run: it cannot be trained again")
     return checkpoint
+
+
+def join_ranks(run_dir: Path, module: str) -> None:
+    """This process becomes the ranks of the run, each of which runs the module again, unless it is one already.
+
+    As many as the run had: sums over ranks have another order for another number.
+    """
+    starts = [body for _, body in read_records(run_dir) if isinstance(body, RunStarted)] if run_dir.is_dir() else []
+    num = int(starts[-1].environment.get("ranks", "1")) if starts else 1
+    if num > 1 and "RANK" not in os.environ:
+        command = [
+            *program("torch.distributed.run"), f"--nproc_per_node={num}", "--standalone", "-m", module, *sys.argv[1:],
+        ]
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.execv(command[0], command)

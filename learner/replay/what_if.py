@@ -13,8 +13,7 @@ import yaml
 
 from learner.control.staleness import ESS
 from learner.loop.retrain import Retrained
-from learner.replay.opened import OpenedRun, open_run
-from learner.replay.ranks import join_ranks
+from learner.replay.opened import OpenedRun, join_ranks, open_run
 from streamrl.algorithms import SURROGATES
 from streamrl.commands import parsed, parser_of, status_of
 from streamrl.config.load import CONFIGS, load_config

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -62,24 +63,6 @@ class Recovered:
         return newest > self.again_from and newest not in self.evaluated
 
 
-@dataclass
-class _Rows:
-    """The last row of metrics of the steps before this start."""
-
-    step: int = 0
-    wall_s: float = 0.0
-    trained_tokens: int = 0
-
-    @classmethod
-    def read(cls, path: Path) -> _Rows:
-        lines = read_lines(path, json.loads) 
-        rows = [row for _, row in lines if "run/wall_s" in row and "policy/num_tokens" in row]
-        if not rows:
-            return cls()
-        last = rows[-1]
-        return cls(int(last["step"]), float(last["run/wall_s"]), int(last["run/trained_tokens"]))
-
-
 def history_after(given: Inputs, run_dir: Path) -> History:
     """The log after the checkpoint that the run resumes from. Raises StreamrlError: it is damaged."""
     if not segments(run_dir):
@@ -115,8 +98,8 @@ def recover(
         history, TrajectoryReader(vocab_size=given.vocab_size), ranks, max_tokens=trainer.settings.max_tokens,
         check_rewards=trainer.objective.reward_rules.check,
     )
-    rows = _Rows.read(run_dir / "metrics.jsonl") if ranks.rank == 0 else _Rows()
-    recorded = int(ranks.from_rank_zero(float(rows.step)))
+    last = _last_row(run_dir / "metrics.jsonl") if ranks.rank == 0 else {}
+    recorded = int(ranks.from_rank_zero(float(last.get("step", 0))))
     unended, unrecorded, differences = [], [], []
     with closing(WeightDigests(
         published_parameters(trainer.networks.policy, lora), ranks,
@@ -143,8 +126,14 @@ def recover(
     after = _inputs_after(given, history, trainer, equal=equal)
     return after, Recovered(
         begin, equal, tuple(unended), tuple(unrecorded), frozenset(v for v, _ in history.evaluated) if history else
-        frozenset(), rows.wall_s, rows.trained_tokens,
+        frozenset(), float(last.get("run/wall_s", 0.0)), int(last.get("run/trained_tokens", 0)),
     )
+
+
+def _last_row(path: Path) -> dict[str, Any]:
+    """The last row of metrics of the steps before this start; empty without any."""
+    rows = [row for _, row in read_lines(path, json.loads) if "run/wall_s" in row and "policy/num_tokens" in row]
+    return rows[-1] if rows else {}
 
 
 class _Progress:
