@@ -25,8 +25,7 @@ from learner.objective.plan import BatchPlan
 from learner.objective.statistics.step import StepStatistics
 from learner.publish.digests import WeightDigests
 from learner.ranks.mesh import Ranks
-from learner.setup.device import start_ranks
-from learner.setup.environment import environment
+from learner.setup.device import environment, start_ranks
 from learner.setup.inputs import fit_to_records, prepare_inputs
 from learner.setup.publishing import published_parameters
 from learner.setup.trainer import load_trainer, make_staleness

@@ -31,7 +31,7 @@ from learner.ranks.stop_flag import StopFlag
 from learner.record.expected import ExpectedAnswers
 from learner.record.recorder import Recorder
 from learner.record.step_samples import open_samples
-from learner.setup.environment import environment
+from learner.setup.device import environment
 from learner.setup.hub import StartedHub, announce, same_address, start_hub
 from learner.setup.inputs import Inputs, open_inputs, prepare_inputs
 from learner.setup.publishing import background_of, make_publishing

@@ -105,11 +105,13 @@ def recover(
         published_parameters(trainer.networks.policy, lora), ranks,
         wire_dtype=trainer.settings.wire_dtype, bucket_bytes=bucket_bytes,
     )) as digests:
-        progress = _Progress(num)
-        for one in retrain(
+        tell_at = time.monotonic() + TELL_S
+        for done, one in enumerate(retrain(
             trainer, source, steering, published=history.published if history is not None else None, digests=digests
-        ):
-            progress.tell(one.version)
+        ), start=1):
+            if done == num or time.monotonic() >= tell_at:
+                tell_at = time.monotonic() + TELL_S
+                log.info("batch %d of %d of the log: version %d", done, num, one.version)
             differences += filter(None, one.versions.values())
             if one.logged.step is None:
                 unended.append(one)
@@ -134,20 +136,6 @@ def _last_row(path: Path) -> dict[str, Any]:
     """The last row of metrics of the steps before this start; empty without any."""
     rows = [row for _, row in read_lines(path, json.loads) if "run/wall_s" in row and "policy/num_tokens" in row]
     return rows[-1] if rows else {}
-
-
-class _Progress:
-    """A line now and then."""
-
-    def __init__(self, num: int) -> None:
-        self._num, self._done, self._tell_at = num, 0, time.monotonic() + TELL_S
-
-    def tell(self, version: int) -> None:
-        self._done += 1
-        now = time.monotonic()
-        if now >= self._tell_at or self._done == self._num:
-            self._tell_at = now + TELL_S
-            log.info("batch %d of %d of the log: version %d", self._done, self._num, version)
 
 
 def _inputs_after(given: Inputs, history: History | None, trainer: Trainer, *, equal: bool) -> Inputs:

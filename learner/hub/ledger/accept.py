@@ -6,27 +6,42 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from learner.hub.ledger.accept_train import TrainAcceptance
-from learner.hub.ledger.refusal import AcceptResult, GroupChecks, Refused, is_failure
+import xxhash
+
+from learner.hub.ledger.refusal import DROP_AT_ONCE, AcceptResult, GroupChecks, Refused, Summaries, is_failure
 from learner.hub.ledger.tables.actor import Actor
 from learner.hub.ledger.tables.actors import ActorTable
 from learner.hub.ledger.tables.dedup import DedupEntry, DedupTable
 from learner.hub.ledger.tables.evals import EvalSource, EvalTable
-from learner.hub.ledger.tables.groups import Delivery, GroupState
-from streamrl.messages import EVAL_BIT, Group, Outcome, RejectReason
+from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState, GroupTable
+from learner.hub.ledger.tables.journal import Journal
+from learner.hub.ledger.tables.lifecycle import GroupLifecycle
+from learner.hub.ledger.tables.settings import LedgerSettings
+from learner.hub.ledger.tables.versions import LagBounds
+from streamrl.messages import EVAL_BIT, Group, GroupOrigin, Outcome, RejectReason, Sampling
+from streamrl.stream.records import GroupArrived
 
 
 @dataclass
 class Acceptance:
-    """Judges GROUP messages; `sources` say how the leases of each evaluation set have answers drawn."""
+    """Judges GROUP messages.
 
+    Attributes:
+        sampling: how leases of training have answers drawn; `sources` say it for each evaluation set.
+    """
+
+    settings: LedgerSettings
+    sampling: Sampling
+    sources: Mapping[str, EvalSource]
+    checks: GroupChecks
     counts: Counter[str]
+    groups: GroupTable
     dedup: DedupTable
     evals: EvalTable
+    lag: LagBounds
+    lifecycle: GroupLifecycle
     actors: ActorTable
-    checks: GroupChecks
-    sources: Mapping[str, EvalSource]
-    train: TrainAcceptance
+    journal: Journal
 
     def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
         """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
@@ -58,7 +73,7 @@ class Acceptance:
     def _decide(self, actor: Actor, entry: DedupEntry, group: Group, frame: bytes, now: float) -> AcceptResult:
         lease = actor.credit(group.group_id).leases.get(group.group_id)
         try:
-            judge = self._accept_eval if group.group_id & EVAL_BIT else self.train.accept
+            judge = self._accept_eval if group.group_id & EVAL_BIT else self._accept_train
             durable = judge(actor, group, frame, now)
         except Refused as refused:
             # The actor believes that it is done: unless more was to follow, its lease must not stay open forever.
@@ -82,6 +97,136 @@ class Acceptance:
         self.counts[f"num_rejected_{result.reason.name.lower()}"] += 1
         self.counts["num_duplicates_dropped"] += result.reason is RejectReason.DUPLICATE
         return result
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def _accept_train(self, actor: Actor, group: Group, frame: bytes, now: float) -> bool:
+        """Take a training group in; True if its delivery need not wait for the log. Raises Refused."""
+        record = self.groups.live.get(group.group_id)
+        mine = record is not None and record.was_granted(actor.actor_id, group.attempt)
+        leased = record.grants[group.attempt].members if mine else range(self.settings.group_size)
+        summaries = self.checks.content(group, leased)
+        if record is None:
+            record = self._find(actor, group, summaries)
+        elif not mine and not actor.survived_restart:
+            raise Refused(
+                RejectReason.NO_LEASE,
+                f"group {group.group_id} attempt {group.attempt} was never leased to {actor.actor_id}", strike=True,
+            )
+        # No content to judge, and nothing that a crash could lose: durable at once.
+        if group.outcome == Outcome.RETURNED and not summaries:
+            self._hand_back(actor, record, group, now)
+            return True
+        self._check_open(record, group, summaries)
+        # The learner scores a group under the sampling that it names: what survived a restart may have an earlier one.
+        self.checks.sampling(group, self.sampling, or_scorable=actor.survived_restart)
+        self.checks.versions_known(group, summaries)
+        self._check_age(actor, record, group, frame, summaries)
+        self._store(actor, record, group, summaries, bytes(frame))
+        self._settle_lease(actor, record, group, {one.index for one in summaries if not one.aborted}, now)
+        return False
+
+    def _find(self, actor: Actor, group: Group, summaries: Summaries) -> GroupRecord:
+        """Find a group that is not live: it has ended, or an earlier start of the learner dispatched it."""
+        group_id = group.group_id
+        if group_id >= self.groups.next_id:
+            if not actor.survived_restart:
+                raise Refused(RejectReason.NO_LEASE, f"group {group_id} was never dispatched", strike=True)
+            self.checks.versions_known(group, summaries)  # before anything is drawn for work of a dead branch
+            if not summaries or not self.lifecycle.draw_upto(group_id):
+                raise Refused(RejectReason.NO_LEASE, f"group {group_id} of an earlier start cannot be taken up now")
+            return self.groups.live[group_id]
+        row = self.groups.settled.get(group_id)  # None once a checkpoint covers it, and all before it
+        if row is not None and row.state is GroupState.DROPPED:
+            raise Refused(RejectReason.NO_LEASE, f"group {group_id} was dropped: {row.reason}")
+        raise Refused(RejectReason.DUPLICATE, f"group {group_id} has been trained on")
+
+    def _check_open(self, record: GroupRecord, group: Group, summaries: Summaries) -> None:
+        if record.state in (GroupState.HELD, GroupState.IN_BATCH):
+            raise Refused(RejectReason.DUPLICATE, f"group {group.group_id} is complete")
+        # (group, member) is the authority on duplicates: sequence numbers are forgotten with their sender.
+        done = [one.index for one in summaries if not one.aborted and one.index in record.members]
+        if done:
+            raise Refused(RejectReason.DUPLICATE, f"group {group.group_id}: members {done} came from another attempt")
+
+    def _check_age(
+        self, actor: Actor, record: GroupRecord, group: Group, frame: bytes, summaries: Summaries
+    ) -> None:
+        """Refuse what is too old by L2: a cheap first look, the cut looks again."""
+        version = self.checks.versions.current
+        stale = [one for one in summaries if not one.aborted and self.lag.is_stale(record, version, one)]
+        if not stale:
+            return
+        oldest = min(span.version for one in stale for span in one.spans)
+        # A late copy of an older attempt says nothing about the attempt that is out now: only its own lease ends.
+        if record.is_with(actor.actor_id, group.attempt):
+            self.actors.detach(record, revoke=group.outcome == Outcome.PARTIAL)
+            self.counts["num_tokens_stale"] += sum(one.num_action_tokens for one in summaries)
+            self.lifecycle.expire_stale(record)
+        origin = GroupOrigin(actor.actor_id, record.prompt_index)
+        self.lifecycle.passed_over.add(record.group_id, [frame], [origin], "stale")
+        self.journal.append(self._arrival(actor, record, group, frame, refused="stale"))
+        last = self.lag.rule.last_step(version)
+        raise Refused(
+            RejectReason.STALE,
+            f"group {group.group_id} attempt {group.attempt} from actor {actor.actor_id} has lag {last - oldest} > "
+            f"max_lag {self.lag.of(record)} (oldest token version {oldest}, now at {last})",
+        )
+
+    def _store(self, actor: Actor, record: GroupRecord, group: Group, summaries: Summaries, frame: bytes) -> None:
+        """Keep what arrived: the summaries for the ledger, the frame for the learner."""
+        delivery = Delivery(actor.actor_id, actor.incarnation, group.seq)
+        fresh = [one for one in summaries if not one.aborted]
+        self.counts["num_members_aborted"] += len(summaries) - len(fresh)
+        self.counts["num_members_accepted"] += len(fresh)
+        self.counts["num_tokens_accepted"] += sum(one.num_action_tokens for one in fresh)
+        record.holder = ""
+        sequence = self.journal.append(self._arrival(actor, record, group, frame), delivery)
+        record.add(fresh, frame, delivery, sequence)
+
+    def _arrival(
+        self, actor: Actor, record: GroupRecord, group: Group, frame: bytes, *, refused: str = ""
+    ) -> GroupArrived:
+        kept = not refused or self.settings.keep_refused
+        return GroupArrived(
+            actor.actor_id, actor.incarnation, group.seq, group.group_id, record.prompt_index,
+            bytes(frame) if kept else b"", refused, 0 if kept else xxhash.xxh3_64_intdigest(frame),
+        )
+
+    def _settle_lease(self, actor: Actor, record: GroupRecord, group: Group, fresh: set[int], now: float) -> None:
+        """End the open lease if this message completes or ends it, and move the group on."""
+        lease = record.lease
+        current = record.is_with(actor.actor_id, group.attempt)
+        complete = len(record.members) == self.settings.group_size
+        over = current and group.outcome != Outcome.PARTIAL
+        # First valid completion wins; an attempt that lost part of its members to another is called off.
+        beaten = lease is not None and not current and bool(set(lease.members) & fresh)
+        if lease is not None and (complete or over or beaten):
+            self.actors.detach(record, revoke=not over)
+        if complete:
+            self.counts["num_groups_accepted"] += 1
+            self.lifecycle.hold(record)
+        elif over or beaten:
+            self._retry(record, group, now, failed=over and is_failure(group))
+
+    def _hand_back(self, actor: Actor, record: GroupRecord, group: Group, now: float) -> None:
+        """Take back a lease that was RETURNED without members; from an earlier attempt it changes nothing."""
+        reason = group.reason.name.lower()
+        self.counts[f"num_returned_{reason}"] += 1
+        if not record.is_with(actor.actor_id, group.attempt):
+            return
+        self.actors.detach(record, revoke=False)
+        if group.reason in DROP_AT_ONCE:
+            self.lifecycle.drop(record, reason)
+        else:
+            self._retry(record, group, now, failed=is_failure(group))
+
+    def _retry(self, record: GroupRecord, group: Group, now: float, *, failed: bool) -> None:
+        self.lifecycle.retry(record, now, failed=failed)
+        # Leased again for a fault of the environment: no recovery from a lost actor, so it is counted apart.
+        self.counts["num_leases_retried"] += record.state is GroupState.READY and group.num_failed_episodes > 0
+
+    # --- evaluation -----------------------------------------------------------------------------------------------
 
     def _accept_eval(self, actor: Actor, group: Group, frame: bytes, now: float) -> bool:
         """Take an evaluation group in, without tests of capacity and age; it is durable at once. Raises Refused."""

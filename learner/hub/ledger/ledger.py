@@ -27,7 +27,6 @@ from typing import Any, Self
 import msgspec
 
 from learner.hub.ledger.accept import Acceptance
-from learner.hub.ledger.accept_train import TrainAcceptance
 from learner.hub.ledger.cut import BatchCutter
 from learner.hub.ledger.expiry import Expiry
 from learner.hub.ledger.explain import Explanations
@@ -106,11 +105,10 @@ class Ledger:
         self.drain, self.evict = membership.drain, membership.evict
         self._expiry = Expiry(settings, counts, versions, groups, evals, lag, lifecycle, actors, membership)
         checks = GroupChecks(settings.limits, counts, versions)
-        train = TrainAcceptance(
-            settings.group_size, checks, counts, groups, lag, lifecycle, actors, sampling, self.journal,
-            settings.keep_refused,
-        )
-        self.accept = Acceptance(counts, dedup, evals, actors, checks, self.eval_sources, train).accept
+        self.accept = Acceptance(
+            settings, sampling, self.eval_sources, checks, counts, groups, dedup, evals, lag, lifecycle, actors,
+            self.journal,
+        ).accept
         grants = Grants(
             run_seed, settings.lease_ttl_s, sampling, self.eval_sources, counts, versions, groups, evals, lag,
             lifecycle, actors,
