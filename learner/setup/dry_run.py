@@ -8,7 +8,7 @@ range.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ import torch
 from learner.data.packing import MicroBatch, pack
 from learner.data.selection import LeaveOut
 from learner.data.trajectories import Trajectory
-from learner.hub_client.settings import answer_limit
 from learner.objective.kl_options import check_regularizers, entropy_options
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss import micro_batch_loss
@@ -30,31 +29,65 @@ from learner.objective.statistics.step import StepStatistics
 from learner.objective.token_batch import PassOutputs
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import find_estimator
-from streamrl.config.rules import largest_max_lag, steps_per_batch
-from streamrl.config.schema import Config, CriticConfig, EntropyAdapt, LossConfig
+from streamrl.config.schema import (
+    AdvantageConfig,
+    ConstraintConfig,
+    CriticConfig,
+    DistillConfig,
+    EntropyAdapt,
+    EntropyConfig,
+    FilterConfig,
+    KlConfig,
+    LossConfig,
+    ReferenceConfig,
+)
 from streamrl.errors import ConfigError, describe
 from streamrl.messages import PlanRow
 
 _VERSION, _NUM_TOKENS = 1, 4
 
 
-def run_dry(config: Config) -> None:
-    """Train on two groups of two synthetic answers with these config.
+@dataclass(frozen=True)
+class LossSections:
+    """The settings that a loss is made of, and what follows from others.
+
+    Attributes:
+        max_lag: the largest bound on the lag that the run may have.
+        max_new_tokens: most action tokens of a trajectory.
+        steps_per_batch: optimizer steps of one batch.
+    """
+
+    advantage: AdvantageConfig
+    loss: LossConfig
+    kl: KlConfig
+    reference: ReferenceConfig
+    distill: DistillConfig
+    entropy: EntropyConfig
+    constraint: ConstraintConfig
+    critic: CriticConfig
+    filter: FilterConfig
+    max_lag: int
+    max_new_tokens: int
+    steps_per_batch: int
+
+
+def run_dry(settings: LossSections) -> None:
+    """Train on two groups of two synthetic answers with these settings.
 
     Raises ConfigError: a setting is refused by what would use it, or the loss of plain numbers is not finite.
     """
-    estimator = config.advantage.estimator
+    estimator = settings.advantage.estimator
     check_regularizers(
-        config.kl, config.reference, config.entropy, config.constraint, config.loss,
-        max_lag=largest_max_lag(config), steps_per_batch=steps_per_batch(config), distill=config.distill,
+        settings.kl, settings.reference, settings.entropy, settings.constraint, settings.loss,
+        max_lag=settings.max_lag, steps_per_batch=settings.steps_per_batch, distill=settings.distill,
     )
-    _check_alone(config)
+    _check_alone(settings)
     if not find_estimator(estimator).needs_critic:
         why = f"with advantage.estimator={estimator!r}: it reads no values (vtrace, retrace_v, gae do)"
-        unused("critic", config.critic, [field.name for field in fields(CriticConfig)], why)
-    for loss in _moved(config):
+        unused("critic", settings.critic, [field.name for field in fields(CriticConfig)], why)
+    for loss in _moved(settings):
         try:
-            value = _one_step(config, loss)
+            value = _one_step(settings, loss)
         except ConfigError:
             raise
         except Exception as error:
@@ -63,48 +96,48 @@ def run_dry(config: Config) -> None:
                 raise
             raise ConfigError(
                 f"advantage.estimator={estimator!r} with loss.surrogate={loss.surrogate!r} cannot "
-                f"train with these config: {describe(error) if is_own else error}"
+                f"train with these settings: {describe(error) if is_own else error}"
             ) from error
         if not np.isfinite(value):
             raise ConfigError(
-                f"loss.surrogate={loss.surrogate!r} with these config makes a loss of {value} out of ordinary "
+                f"loss.surrogate={loss.surrogate!r} with these settings makes a loss of {value} out of ordinary "
                 "numbers: look at advantage.options and loss.options."
             )
 
 
-def _check_alone(config: Config) -> None:
+def _check_alone(settings: LossSections) -> None:
     """Refuse what only the task's reward would use, in a run that learns from the teacher alone."""
-    if config.distill.teacher is None or config.distill.reward_weight > 0.0:
+    if settings.distill.teacher is None or settings.distill.reward_weight > 0.0:
         return
     why = "with distill.reward_weight=0, which learns from the teacher alone"
     need(
-        not find_estimator(config.advantage.estimator).needs_critic,
-        f"advantage.estimator={config.advantage.estimator!r} trains a critic for nothing {why}: use "
+        not find_estimator(settings.advantage.estimator).needs_critic,
+        f"advantage.estimator={settings.advantage.estimator!r} trains a critic for nothing {why}: use "
         "algorithm=distill.",
     )
     need(
-        not config.filter.zero_std and config.filter.accuracy_range is None,
-        f"filter.zero_std={str(config.filter.zero_std).lower()} and filter.accuracy_range="
-        f"{config.filter.accuracy_range} would drop groups by their reward {why}: set filter.zero_std=false "
+        not settings.filter.zero_std and settings.filter.accuracy_range is None,
+        f"filter.zero_std={str(settings.filter.zero_std).lower()} and filter.accuracy_range="
+        f"{settings.filter.accuracy_range} would drop groups by their reward {why}: set filter.zero_std=false "
         "filter.accuracy_range=null, or use algorithm=distill.",
     )
 
 
-def _moved(config: Config) -> Iterator[LossConfig]:
+def _moved(settings: LossSections) -> Iterator[LossConfig]:
     """The loss as it starts, and as its controllers may leave it."""
-    yield config.loss
-    if config.entropy.adapt is EntropyAdapt.clip_high:
-        yield replace(config.loss, clip_high=entropy_options(config.entropy)["high"])
+    yield settings.loss
+    if settings.entropy.adapt is EntropyAdapt.clip_high:
+        yield replace(settings.loss, clip_high=entropy_options(settings.entropy)["high"])
 
 
-def _one_step(config: Config, loss: LossConfig) -> float:
-    controls = LossWeights(config.kl, config.entropy, config.constraint, loss, num_steps=_VERSION)
+def _one_step(settings: LossSections, loss: LossConfig) -> float:
+    controls = LossWeights(settings.kl, settings.entropy, settings.constraint, loss, num_steps=_VERSION)
     objective = Objective(
-        config.advantage, loss, regularizers=Regularizers(
-            config.kl, config.constraint, loss, controls, config.distill
+        settings.advantage, loss, regularizers=Regularizers(
+            settings.kl, settings.constraint, loss, controls, settings.distill
         ),
-        max_new_tokens=answer_limit(config), max_lag=largest_max_lag(config),
-        filter_truncated=config.filter.truncated, leave_out=LeaveOut.PASS, steps_per_batch=steps_per_batch(config),
+        max_new_tokens=settings.max_new_tokens, max_lag=settings.max_lag,
+        filter_truncated=settings.filter.truncated, leave_out=LeaveOut.PASS, steps_per_batch=settings.steps_per_batch,
     )
     rows, ranks, total = _answers(), Ranks(), 0.0
     plan = BatchPlan.of(
@@ -122,7 +155,7 @@ def _one_step(config: Config, loss: LossConfig) -> float:
     found = [value for place, row in enumerate(rows) for value in statistics.watched(place, row.num_tokens)[1]]
     if not np.isfinite(found).all():
         raise ConfigError(
-            f"advantage.estimator={config.advantage.estimator} made advantages of {found} out of ordinary numbers: "
+            f"advantage.estimator={settings.advantage.estimator} made advantages of {found} out of ordinary numbers: "
             "they must be finite, at least where `mask` is True."
         )
     statistics.finish()

@@ -20,10 +20,11 @@ from jinja2 import Environment, TemplateError
 from envs.check import check_task
 from envs.registry import task_of
 from learner.data.dialogues import task_dialogues
+from learner.hub_client.settings import answer_limit
 from learner.model.config_file import model_config
 from learner.setup.model_hub import find_models
 from streamrl.config.eval_sets import EvalSet, eval_sets, longest_sequence
-from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, largest_eta, tracker_names
+from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, largest_eta, largest_max_lag, steps_per_batch, tracker_names
 from streamrl.config.schema import (
     Config,
     CriticConfig,
@@ -137,9 +138,13 @@ def template_text(given: str | None) -> str | None:
 
 def check_losses(config: Config) -> None:
     """One objective step on synthetic data. Raises ConfigError."""
-    from learner.setup.dry_run import run_dry
+    from learner.setup.dry_run import LossSections, run_dry
 
-    run_dry(config)
+    run_dry(LossSections(
+        config.advantage, config.loss, config.kl, config.reference, config.distill, config.entropy, config.constraint,
+        config.critic, config.filter, max_lag=largest_max_lag(config), max_new_tokens=answer_limit(config),
+        steps_per_batch=steps_per_batch(config),
+    ))
 
 
 def unguarded_settings(config: Config) -> str:

@@ -47,7 +47,7 @@ from learner.hub.ledger.tables.passed_over import PassedOver
 from learner.hub.ledger.tables.prompts import PromptStream
 from learner.hub.ledger.tables.settings import LedgerSettings
 from learner.hub.ledger.tables.versions import LagBounds, Versions, cut_lineage
-from streamrl.messages import Ack, Lineage, RejectReason, Sampling
+from streamrl.messages import Ack, LeaseRef, Lineage, RejectReason, Sampling
 from streamrl.stream.records import Record
 
 _ALWAYS = (
@@ -101,8 +101,6 @@ class Ledger:
         dedup, evals, lifecycle, actors = self.dedup, self.evals, self.lifecycle, self.actors
         membership = self._membership = Membership(counts, versions, groups, dedup, evals, lifecycle, actors)
         self.hello, self.beat, self.installed = membership.hello, membership.beat, membership.installed
-        self.suspend, self.distrust = membership.suspend, membership.distrust
-        self.drain, self.evict = membership.drain, membership.evict
         self._expiry = Expiry(settings, counts, versions, groups, evals, lag, lifecycle, actors, membership)
         checks = GroupChecks(settings.limits, counts, versions)
         self.accept = Acceptance(
@@ -116,7 +114,7 @@ class Ledger:
         self.grant_order, self.grant = grants.order, grants.grant
         proof = LagProof(settings.lag.steps_per_batch, settings.mode == "mask_old_tokens")
         cutter = self.cutter = BatchCutter(counts, versions, groups, lag, lifecycle, proof)
-        self.check_version, self.cut_batch, self.trained = cutter.check_version, cutter.cut_batch, cutter.trained
+        self.cut_batch, self.trained = cutter.cut_batch, cutter.trained
         explanations = Explanations(
             settings.group_size, settings.num_groups_total, counts, versions, groups, lag, actors, cutter
         )
@@ -214,9 +212,25 @@ class Ledger:
 
     # --- actors -------------------------------------------------------------------------------------------------------
 
+    def suspend(self, actor_id: str, now: float) -> None:
+        """Stop an actor with untrusted weights: its leases go to others, and it gets none until `installed` says so."""
+        self._membership.suspend(actor_id, now)
+
+    def distrust(self, actor_id: str, now: float) -> None:
+        """Cut an actor off that is not believed: groups with its data that no batch has are generated again."""
+        self._membership.distrust(actor_id, now)
+
+    def drain(self, actor_id: str, now: float) -> None:
+        """Let an actor that is leaving finish the leases it has; it gets no new ones."""
+        self._membership.drain(actor_id, now)
+
     def bye(self, actor_id: str, now: float) -> None:
         """Remove an actor that has left. What it still held goes back to the pool and counts as no failure."""
         self._membership.disconnect(actor_id, now, failed=False)
+
+    def evict(self, actor_id: str, now: float) -> list[LeaseRef]:
+        """Cut an actor off; its leases go back to the pool, each group at its old place."""
+        return self._membership.evict(actor_id, now)
 
     def num_leases(self, actor_id: str) -> int:
         """Count the open leases of an actor; 0 for one that is not linked."""
