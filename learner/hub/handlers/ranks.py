@@ -14,7 +14,7 @@ import msgspec
 
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.liveness.ranks import Finding
-from learner.hub.observe.rewards import all_dropped, all_equal
+from learner.hub.observe.arrivals import all_dropped, all_equal
 from learner.hub.shared.context import HubContext
 from learner.hub.shared.plan import share_batch
 from streamrl.errors import StreamrlError, WireError

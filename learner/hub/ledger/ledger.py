@@ -15,7 +15,7 @@ seconds, and every answer is a value. Its promises:
     an actor never holds more training leases than it has slots
 
 It is composed of tables (`learner.hub.ledger.tables`), each given to the parts that use it: `membership`, `grant`,
-`accept`, `cut`, `expiry`, `explain`. Their verbs are asked of the ledger (`Ledger._make_parts`).
+`accept`, `cut`, `explain`. Their verbs are asked of the ledger (`Ledger._make_parts`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import msgspec
 
 from learner.hub.ledger.accept import Acceptance
 from learner.hub.ledger.cut import BatchCutter
-from learner.hub.ledger.expiry import Expiry
 from learner.hub.ledger.explain import Explanations
 from learner.hub.ledger.grant import Grants
 from learner.hub.ledger.membership import Membership
@@ -93,15 +92,16 @@ class Ledger:
         self.eval_sources = eval_sources or {}
         self._make_parts(sampling, run_seed)
         self.refused_on_resume: list[str] = []
-        self._frozen: dict[int, list[int]] = {}  # version of a snapshot -> groups that ended since the one before
+        self._frozen: dict[int, list[int]] = {}  # version of a snapshot -> groups that it has as ended
 
     def _make_parts(self, sampling: Sampling, run_seed: int) -> None:
         """Make the parts, and take their verbs as this ledger's; what a part may change can be read here."""
         settings, counts, versions, groups, lag = self.settings, self.counts, self.versions, self.groups, self.lag
         dedup, evals, lifecycle, actors = self.dedup, self.evals, self.lifecycle, self.actors
-        membership = self._membership = Membership(counts, versions, groups, dedup, evals, lifecycle, actors)
+        membership = self._membership = Membership(
+            settings, counts, versions, groups, dedup, evals, lag, lifecycle, actors
+        )
         self.hello, self.beat, self.installed = membership.hello, membership.beat, membership.installed
-        self._expiry = Expiry(settings, counts, versions, groups, evals, lag, lifecycle, actors, membership)
         checks = GroupChecks(settings.limits, counts, versions)
         self.accept = Acceptance(
             settings, sampling, self.eval_sources, checks, counts, groups, dedup, evals, lag, lifecycle, actors,
@@ -130,8 +130,7 @@ class Ledger:
         if version != self.version:
             raise ValueError(f"freeze({version}): the ledger is at version {self.version}")
         groups = self.groups
-        # Added to, not replaced: a second snapshot of one version must not forget what ended before the first.
-        self._frozen.setdefault(version, []).extend(groups.take_recent())
+        self._frozen[version] = list(groups.settled)
         return msgspec.msgpack.encode(LedgerSnapshot(
             format=FORMAT, run_id=self.run_id, learner_epoch=self.versions.learner_epoch, version=version,
             num_batches=version, lineage=cut_lineage(self.versions.lineage, version),
@@ -153,8 +152,8 @@ class Ledger:
         """
         if version not in self._frozen:
             raise ValueError(f"saved({version}): never frozen, or saved before; open are {sorted(self._frozen)}")
-        for frozen in sorted(one for one in self._frozen if one <= version):
-            self.groups.mark_saved(self._frozen.pop(frozen))
+        self.groups.mark_saved(self._frozen[version])
+        self._frozen = {frozen: ended for frozen, ended in self._frozen.items() if frozen > version}
         self.dedup.saved()
 
     @classmethod
@@ -252,7 +251,7 @@ class Ledger:
 
     def tick(self, now: float) -> list[Effect]:
         """Let time pass: silent actors are evicted, expired leases and overdue groups go back to the pool."""
-        effects = self._expiry.tick(now)
+        effects = self._membership.tick(now)
         self.check()  # on every tick: a broken invariant must not reach a checkpoint
         return effects
 
