@@ -20,13 +20,13 @@ from learner.data.trajectories import TrajectoryReader
 from learner.loop.retrain import Retrained, retrain
 from learner.loop.steering import Steering
 from learner.model.adapter.base import AdapterOf
-from learner.model.paths import model_directory, policy_vocab_size
+from learner.model.paths import policy_vocab_size
 from learner.objective.plan import BatchPlan
 from learner.objective.statistics.step import StepStatistics
 from learner.publish.digests import WeightDigests
 from learner.ranks.mesh import Ranks
 from learner.setup.device import environment, start_ranks
-from learner.setup.inputs import fit_to_records, prepare_inputs
+from learner.setup.inputs import fit_to_records, prepare_inputs, starting_model
 from learner.setup.publishing import published_parameters
 from learner.setup.trainer import load_trainer, make_staleness
 from learner.sources.log import LogSource
@@ -155,10 +155,7 @@ def open_run(
     task = task_of(config)
     fit_to_records(config, task)
     checkpoint = begin or _begin(run_dir, history, at_most)
-    model_dir = model_directory(
-        config.policy, task, ranks, seed=config.run.seed, num_threads=config.run.num_threads,
-        max_positions=config.learner.max_tokens_per_device,
-    )
+    model_dir = starting_model(config, task, ranks)
     past = ResumeState(history.starts[-1].run_id) if checkpoint is None else ResumeState(
         history.starts[-1].run_id, checkpoint.version, checkpoint=checkpoint
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import xxhash
 
-from learner.hub.ledger.refusal import DROP_AT_ONCE, AcceptResult, GroupChecks, Refused, Summaries, is_failure
+from learner.hub.ledger.refusal import DROP_AT_ONCE, AcceptResult, Refused, Summaries, is_failure
 from learner.hub.ledger.tables.actor import Actor
 from learner.hub.ledger.tables.actors import ActorTable
 from learner.hub.ledger.tables.dedup import DedupEntry, DedupTable
@@ -17,8 +17,10 @@ from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState, 
 from learner.hub.ledger.tables.journal import Journal
 from learner.hub.ledger.tables.lifecycle import GroupLifecycle
 from learner.hub.ledger.tables.settings import LedgerSettings
-from learner.hub.ledger.tables.versions import LagBounds
+from learner.hub.ledger.tables.versions import LagBounds, Versions
+from streamrl.errors import ContentError
 from streamrl.messages import EVAL_BIT, Group, GroupOrigin, Outcome, RejectReason, Sampling
+from streamrl.messages.validate import check_group, is_scorable
 from streamrl.stream.records import GroupArrived
 
 
@@ -33,8 +35,8 @@ class Acceptance:
     settings: LedgerSettings
     sampling: Sampling
     sources: Mapping[str, EvalSource]
-    checks: GroupChecks
     counts: Counter[str]
+    versions: Versions
     groups: GroupTable
     dedup: DedupTable
     evals: EvalTable
@@ -98,6 +100,35 @@ class Acceptance:
         self.counts["num_duplicates_dropped"] += result.reason is RejectReason.DUPLICATE
         return result
 
+    # --- what no leased group can have, whatever its lease; each raises Refused ---------------------------------------
+
+    def _content(self, group: Group, leased: Collection[int]) -> Summaries:
+        """Check the rules of `streamrl.messages.validate`; returns a summary of each member."""
+        try:
+            return check_group(group, self.settings.limits, leased)
+        except ContentError as error:
+            self.counts[f"num_malformed_{error.check}"] += 1
+            raise Refused(RejectReason.MALFORMED, f"{error.check}: {error}", strike=True) from error
+
+    def _check_sampling(self, group: Group, leased: Sampling, *, or_scorable: bool = False) -> None:
+        """Check that answers were drawn as the lease asked, or with `or_scorable` in any way that can be scored."""
+        if not group.members or group.sampling == leased or (or_scorable and is_scorable(group.sampling)):
+            return
+        self.counts["num_malformed_sampling"] += 1
+        detail = f"sampling: group {group.group_id} was drawn with {group.sampling}, the lease asked for {leased}"
+        raise Refused(RejectReason.MALFORMED, detail, strike=True)
+
+    def _check_versions(self, group: Group, summaries: Summaries) -> None:
+        """Check that no token is of the future, or of a branch of the run that a crash has cut off."""
+        for one in summaries:
+            for ref in one.all_versions:
+                if self.versions.usable(ref) is None:
+                    raise Refused(
+                        RejectReason.VERSION,
+                        f"group {group.group_id} member {one.index} has tokens of version {ref}, which is not in "
+                        f"this history (now {self.versions.ref})",
+                    )
+
     # --- training -------------------------------------------------------------------------------------------------
 
     def _accept_train(self, actor: Actor, group: Group, frame: bytes, now: float) -> bool:
@@ -105,7 +136,7 @@ class Acceptance:
         record = self.groups.live.get(group.group_id)
         mine = record is not None and record.was_granted(actor.actor_id, group.attempt)
         leased = record.grants[group.attempt].members if mine else range(self.settings.group_size)
-        summaries = self.checks.content(group, leased)
+        summaries = self._content(group, leased)
         if record is None:
             record = self._find(actor, group, summaries)
         elif not mine and not actor.survived_restart:
@@ -119,8 +150,8 @@ class Acceptance:
             return True
         self._check_open(record, group, summaries)
         # The learner scores a group under the sampling that it names: what survived a restart may have an earlier one.
-        self.checks.sampling(group, self.sampling, or_scorable=actor.survived_restart)
-        self.checks.versions_known(group, summaries)
+        self._check_sampling(group, self.sampling, or_scorable=actor.survived_restart)
+        self._check_versions(group, summaries)
         self._check_age(actor, record, group, frame, summaries)
         self._store(actor, record, group, summaries, bytes(frame))
         self._settle_lease(actor, record, group, {one.index for one in summaries if not one.aborted}, now)
@@ -132,7 +163,7 @@ class Acceptance:
         if group_id >= self.groups.next_id:
             if not actor.survived_restart:
                 raise Refused(RejectReason.NO_LEASE, f"group {group_id} was never dispatched", strike=True)
-            self.checks.versions_known(group, summaries)  # before anything is drawn for work of a dead branch
+            self._check_versions(group, summaries)  # before anything is drawn for work of a dead branch
             if not summaries or not self.lifecycle.draw_upto(group_id):
                 raise Refused(RejectReason.NO_LEASE, f"group {group_id} of an earlier start cannot be taken up now")
             return self.groups.live[group_id]
@@ -153,7 +184,7 @@ class Acceptance:
         self, actor: Actor, record: GroupRecord, group: Group, frame: bytes, summaries: Summaries
     ) -> None:
         """Refuse what is too old by L2: a cheap first look, the cut looks again."""
-        version = self.checks.versions.current
+        version = self.versions.current
         stale = [one for one in summaries if not one.aborted and self.lag.is_stale(record, version, one)]
         if not stale:
             return
@@ -230,7 +261,7 @@ class Acceptance:
 
     def _accept_eval(self, actor: Actor, group: Group, frame: bytes, now: float) -> bool:
         """Take an evaluation group in, without tests of capacity and age; it is durable at once. Raises Refused."""
-        summaries = self.checks.content(group, (0,))
+        summaries = self._content(group, (0,))
         record = self.evals.record(group.group_id)
         name = f"evaluation group {group.group_id:#x}"
         if record is None:
@@ -243,8 +274,8 @@ class Acceptance:
         scored = [one for one in summaries if not one.aborted]
         if scored and record.state in (GroupState.HELD, GroupState.DROPPED):
             raise Refused(RejectReason.DUPLICATE, f"{name} has its score")
-        self.checks.sampling(group, self.sources[self.evals.run_of(record).dataset].sampling)
-        self.checks.versions_known(group, summaries)
+        self._check_sampling(group, self.sources[self.evals.run_of(record).dataset].sampling)
+        self._check_versions(group, summaries)
         current = record.is_with(actor.actor_id, group.attempt)
         if scored and not self.evals.run_of(record).counts(scored[0]):
             self.counts["num_eval_discarded"] += 1

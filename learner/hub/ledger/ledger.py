@@ -32,7 +32,6 @@ from learner.hub.ledger.explain import Explanations
 from learner.hub.ledger.grant import Grants
 from learner.hub.ledger.membership import Membership
 from learner.hub.ledger.proof import LagProof
-from learner.hub.ledger.refusal import GroupChecks
 from learner.hub.ledger.replay import Replay
 from learner.hub.ledger.snapshots import FORMAT, LedgerSnapshot, at_rest, read_snapshot
 from learner.hub.ledger.tables.actors import ActorTable, Effect
@@ -102,9 +101,8 @@ class Ledger:
             settings, counts, versions, groups, dedup, evals, lag, lifecycle, actors
         )
         self.hello, self.beat, self.installed = membership.hello, membership.beat, membership.installed
-        checks = GroupChecks(settings.limits, counts, versions)
         self.accept = Acceptance(
-            settings, sampling, self.eval_sources, checks, counts, groups, dedup, evals, lag, lifecycle, actors,
+            settings, sampling, self.eval_sources, counts, versions, groups, dedup, evals, lag, lifecycle, actors,
             self.journal,
         ).accept
         grants = Grants(
@@ -200,10 +198,11 @@ class Ledger:
             first_new, self.counts, self.versions, self.groups, self.dedup, self.lag, self.lifecycle, self.cutter
         )
         sequence = first_new - 1
-        with self.journal.muted():
-            for sequence, record in records(replay.first_needed):
-                replay.apply(sequence, record)
-            replay.fill_frames()
+        self.journal.muted = True
+        for sequence, record in records(replay.first_needed):
+            replay.apply(sequence, record)
+        replay.fill_frames()
+        self.journal.muted = False
         self.journal.next_sequence = max(self.journal.next_sequence, sequence + 1)
         for record in list(self.groups.in_state(GroupState.READY)):
             if not self.lifecycle.missing(record):  # the log ends between its last members and what became of it
