@@ -28,6 +28,10 @@ from streamrl.messages import (
     VersionRef,
 )
 
+EXIT_CODES = {
+    StopReason.FINISHED: 0, StopReason.FENCED: 3, StopReason.PROTOCOL: 4, StopReason.AUTH: 5, StopReason.WRONG_RUN: 6,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class JoinResult:
@@ -87,12 +91,12 @@ class Membership:
 
     def _refuse(self, actor_id: str, hello: Hello) -> Stop | None:
         if hello.incarnation == 0 or hello.next_seq == 0:
-            return _stop(StopReason.PROTOCOL, 4, f"actor {actor_id}: incarnation and next_seq must not be 0")
+            return stop_of(StopReason.PROTOCOL, f"actor {actor_id}: incarnation and next_seq must not be 0")
         if self.dedup.is_fenced(actor_id, hello.incarnation):
             detail = f"a newer process took the name {actor_id}: give every actor a name of its own"
-            return _stop(StopReason.FENCED, 3, detail)
+            return stop_of(StopReason.FENCED, detail)
         wrong = outbox_error(hello.outbox, hello.next_seq, self.dedup.window)
-        return None if wrong is None else _stop(StopReason.PROTOCOL, 4, f"actor {actor_id}: {wrong}")
+        return None if wrong is None else stop_of(StopReason.PROTOCOL, f"actor {actor_id}: {wrong}")
 
     def _bind(self, actor_id: str, hello: Hello, now: float) -> Actor:
         """Make or renew the actor of a HELLO; a new incarnation starts without the leases of the one before."""
@@ -267,5 +271,6 @@ class Membership:
 
 
 
-def _stop(reason: StopReason, exit_code: int, detail: str) -> Stop:
-    return Stop(reason=reason, rejoin=False, retry_after_s=0.0, exit_code=exit_code, detail=detail[:512])
+def stop_of(reason: StopReason, detail: str, *, rejoin: bool = False, retry_after_s: float = 0.0) -> Stop:
+    """Make the answer that ends a connection or a process, with its exit status."""
+    return Stop(reason, rejoin, retry_after_s, EXIT_CODES.get(reason, 1), detail[:512])
