@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 
 import xxhash
 
+from learner.hub.ledger.part import Part
 from learner.hub.ledger.refusal import DROP_AT_ONCE, AcceptResult, Refused, Summaries, is_failure
 from learner.hub.ledger.tables.actor import Actor
-from learner.hub.ledger.tables.actors import ActorTable
-from learner.hub.ledger.tables.dedup import DedupEntry, DedupTable
-from learner.hub.ledger.tables.evals import EvalSource, EvalTable
-from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState, GroupTable
-from learner.hub.ledger.tables.journal import Journal
-from learner.hub.ledger.tables.lifecycle import GroupLifecycle
-from learner.hub.ledger.tables.settings import LedgerSettings
-from learner.hub.ledger.tables.versions import LagBounds, Versions
+from learner.hub.ledger.tables.dedup import DedupEntry
+from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState
 from streamrl.errors import ContentError
 from streamrl.messages import EVAL_BIT, Group, GroupOrigin, Outcome, RejectReason, Sampling
 from streamrl.messages.validate import check_group, is_scorable
 from streamrl.stream.records import GroupArrived
 
 
-@dataclass
-class Acceptance:
-    """Judges GROUP messages.
-
-    Attributes:
-        sampling: how leases of training have answers drawn; `sources` say it for each evaluation set.
-    """
-
-    settings: LedgerSettings
-    sampling: Sampling
-    sources: Mapping[str, EvalSource]
-    counts: Counter[str]
-    versions: Versions
-    groups: GroupTable
-    dedup: DedupTable
-    evals: EvalTable
-    lag: LagBounds
-    lifecycle: GroupLifecycle
-    actors: ActorTable
-    journal: Journal
+class Acceptance(Part):
+    """Judges GROUP messages."""
 
     def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
         """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
@@ -274,7 +249,7 @@ class Acceptance:
         scored = [one for one in summaries if not one.aborted]
         if scored and record.state in (GroupState.HELD, GroupState.DROPPED):
             raise Refused(RejectReason.DUPLICATE, f"{name} has its score")
-        self._check_sampling(group, self.sources[self.evals.run_of(record).dataset].sampling)
+        self._check_sampling(group, self.eval_sources[self.evals.run_of(record).dataset].sampling)
         self._check_versions(group, summaries)
         current = record.is_with(actor.actor_id, group.attempt)
         if scored and not self.evals.run_of(record).counts(scored[0]):

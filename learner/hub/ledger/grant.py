@@ -7,17 +7,13 @@ the newest weights always satisfies it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
+from learner.hub.ledger.part import Part
 from learner.hub.ledger.tables.actor import Actor
-from learner.hub.ledger.tables.actors import ActorTable
-from learner.hub.ledger.tables.evals import EvalRun, EvalSource, EvalTable
-from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable
-from learner.hub.ledger.tables.lifecycle import GroupLifecycle
-from learner.hub.ledger.tables.versions import LagBounds, Versions
-from streamrl.messages import EVAL_BIT, Lease, Purpose, Sampling, VersionRef
+from learner.hub.ledger.tables.evals import EvalRun
+from learner.hub.ledger.tables.groups import GroupRecord, GroupState
+from streamrl.messages import EVAL_BIT, Lease, Purpose, VersionRef
 from streamrl.messages.draws import member_seed
 
 MAX_EVAL_LEASES = 64  # in one grant, so that one actor does not get a whole evaluation
@@ -25,22 +21,10 @@ LEASES_PER_MESSAGE, LEASES_BYTES = 64, 16 << 20  # as many as a LEASE may list; 
 MAX_PASSED_OVER = 256  # records in one grant, so that the hub goes on with other work between them
 
 
-@dataclass
-class Grants:
+class Grants(Part):
     """Makes leases; evaluation first, then training in dispatch order, old groups before new ones."""
 
-    run_seed: int
-    lease_ttl_s: float
-    sampling: Sampling
-    sources: Mapping[str, EvalSource]
-    counts: Counter[str]
-    versions: Versions
-    groups: GroupTable
-    evals: EvalTable
-    lag: LagBounds
-    lifecycle: GroupLifecycle
-    actors: ActorTable
-    num_grants: int = 0
+    num_grants = 0  # so far: who got the last one longest ago is asked first
 
     def order(self) -> list[str]:
         """List actors that could take what there is: first who holds least, then who waited longest."""
@@ -76,7 +60,7 @@ class Grants:
 
     def _lease_eval(self, actor: Actor, run: EvalRun, now: float) -> Lease:
         assert actor.installed is not None
-        record, source = self.evals.take(run, actor.installed.version), self.sources[run.dataset]
+        record, source = self.evals.take(run, actor.installed.version), self.eval_sources[run.dataset]
         place = record.group_id & 0xFFFFFFFF  # of prompt and answer
         lease = record.lease_to(actor.actor_id, record.next_attempt, (0,), now)
         actor.eval.leases[record.group_id] = lease
@@ -92,7 +76,7 @@ class Grants:
             # The evaluation's own number is left out: every evaluation asks the same questions with the same seeds.
             seeds=(member_seed(self.run_seed, EVAL_BIT | place, 0),),
             min_version=asked_for or actor.installed, sampling=source.sampling,
-            ttl_s=self.lease_ttl_s, purpose=Purpose.EVAL, dataset=run.dataset,
+            ttl_s=self.settings.lease_ttl_s, purpose=Purpose.EVAL, dataset=run.dataset,
             keep_s=self.evals.keep_s if pinned else 0.0, num_after=self.evals.num_waiting_with(run),
         )
 
@@ -155,7 +139,7 @@ class Grants:
             group_id=record.group_id, attempt=attempt, prompt_index=record.prompt_index, pass_index=record.pass_index,
             prompt=prompt, members=members,
             seeds=tuple(member_seed(self.run_seed, record.group_id, member) for member in members),
-            min_version=actor.installed, sampling=self.sampling, ttl_s=self.lease_ttl_s,
+            min_version=actor.installed, sampling=self.sampling, ttl_s=self.settings.lease_ttl_s,
             purpose=Purpose.TRAIN,
         )
 

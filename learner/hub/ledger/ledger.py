@@ -14,14 +14,13 @@ seconds, and every answer is a value. Its promises:
     no token is older than max_lag at a step that trains it; with the default max_lag the cut has nothing to throw away
     an actor never holds more training leases than it has slots
 
-It is composed of tables (`learner.hub.ledger.tables`), each given to the parts that use it: `membership`, `grant`,
-`accept`, `cut`, `explain`. Their verbs are asked of the ledger (`Ledger._make_parts`).
+It is composed of tables (`learner.hub.ledger.tables`), which its parts share: `membership`, `grant`, `accept`, `cut`,
+`explain`. Their verbs are asked of the ledger.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import msgspec
@@ -31,21 +30,14 @@ from learner.hub.ledger.cut import BatchCutter
 from learner.hub.ledger.explain import Explanations
 from learner.hub.ledger.grant import Grants
 from learner.hub.ledger.membership import Membership
-from learner.hub.ledger.proof import LagProof
+from learner.hub.ledger.part import Tables
 from learner.hub.ledger.replay import Replay
 from learner.hub.ledger.snapshots import FORMAT, LedgerSnapshot, at_rest, read_snapshot
-from learner.hub.ledger.tables.actors import ActorTable, Effect
-from learner.hub.ledger.tables.dedup import DedupTable
-from learner.hub.ledger.tables.evals import EvalSource, EvalTable
-from learner.hub.ledger.tables.filters import GroupFilter
-from learner.hub.ledger.tables.groups import GroupState, GroupTable
-from learner.hub.ledger.tables.journal import Journal
-from learner.hub.ledger.tables.lifecycle import GroupLifecycle
-from learner.hub.ledger.tables.passed_over import PassedOver
-from learner.hub.ledger.tables.prompts import PromptStream
+from learner.hub.ledger.tables.actors import Effect
+from learner.hub.ledger.tables.groups import GroupState
 from learner.hub.ledger.tables.settings import LedgerSettings
-from learner.hub.ledger.tables.versions import LagBounds, Versions, cut_lineage
-from streamrl.messages import Ack, LeaseRef, Lineage, RejectReason, Sampling
+from learner.hub.ledger.tables.versions import cut_lineage
+from streamrl.messages import Ack, RejectReason
 from streamrl.stream.records import Record
 
 _ALWAYS = (
@@ -60,62 +52,25 @@ _ALWAYS = (
 )
 
 
-class Ledger:
+class Ledger(Tables):
     """The state machine that the module describes."""
 
-    def __init__(
-        self, settings: LedgerSettings, *, run_id: str, learner_epoch: int, run_seed: int, prompts: PromptStream,
-        sampling: Sampling, eval_sources: Mapping[str, EvalSource] | None = None,
-        keep_group: GroupFilter = lambda group: None, version: int = 0, lineage: Sequence[Lineage] = (),
-        restarted: bool = False,
-    ) -> None:
-        """`restarted`: the run had a hub before, whose actors may come back."""
-        self.settings = settings
+    def __init__(self, settings: LedgerSettings, *, run_id: str, **rest: Any) -> None:
+        """Make it of new tables; `rest` as they take it."""
+        super().__init__(settings, **rest)
         self.run_id = run_id
-        self.prompts = prompts
-        self.counts: Counter[str] = Counter()
-        self.versions = Versions(learner_epoch, version, lineage)
-        num_batches = version // settings.lag.steps_per_batch
-        self.groups = GroupTable(num_trained=num_batches * settings.lag.groups_per_batch)
-        prompts.cursor = self.groups.next_id
-        self.dedup = DedupTable(settings.dedupe_window)
-        self.evals = EvalTable(settings.max_attempts, settings.eval_keep_s)
-        self.lag = LagBounds(settings, self.groups, self.versions)
-        self.passed_over = PassedOver(settings.num_passed_over, run_seed)
-        self.journal = Journal()
-        self.lifecycle = GroupLifecycle(
-            settings, self.groups, self.dedup, self.lag, prompts, keep_group, self.counts, self.passed_over,
-            self.journal,
-        )
-        self.actors = ActorTable(self.lifecycle, self.evals, restored=restarted or learner_epoch > 1)
-        self.eval_sources = eval_sources or {}
-        self._make_parts(sampling, run_seed)
         self.refused_on_resume: list[str] = []
         self._frozen: dict[int, list[int]] = {}  # version of a snapshot -> groups that it has as ended
-
-    def _make_parts(self, sampling: Sampling, run_seed: int) -> None:
-        """Make the parts, and take their verbs as this ledger's; what a part may change can be read here."""
-        settings, counts, versions, groups, lag = self.settings, self.counts, self.versions, self.groups, self.lag
-        dedup, evals, lifecycle, actors = self.dedup, self.evals, self.lifecycle, self.actors
-        membership = self._membership = Membership(
-            settings, counts, versions, groups, dedup, evals, lag, lifecycle, actors
-        )
-        self.hello, self.beat, self.installed = membership.hello, membership.beat, membership.installed
-        self.accept = Acceptance(
-            settings, sampling, self.eval_sources, counts, versions, groups, dedup, evals, lag, lifecycle, actors,
-            self.journal,
-        ).accept
-        grants = Grants(
-            run_seed, settings.lease_ttl_s, sampling, self.eval_sources, counts, versions, groups, evals, lag,
-            lifecycle, actors,
-        )
+        self._membership = Membership(self)
+        self.hello, self.beat = self._membership.hello, self._membership.beat
+        self.installed, self.suspend = self._membership.installed, self._membership.suspend
+        self.distrust, self.drain = self._membership.distrust, self._membership.drain
+        self.bye, self.evict = self._membership.bye, self._membership.evict
+        self.accept = Acceptance(self).accept
+        grants, self.cutter = Grants(self), BatchCutter(self)
         self.grant_order, self.grant = grants.order, grants.grant
-        proof = LagProof(settings.lag.steps_per_batch, settings.mode == "mask_old_tokens")
-        cutter = self.cutter = BatchCutter(counts, versions, groups, lag, lifecycle, proof)
-        self.cut_batch, self.trained = cutter.cut_batch, cutter.trained
-        explanations = Explanations(
-            settings.group_size, settings.num_groups_total, counts, versions, groups, lag, actors, cutter
-        )
+        self.cut_batch, self.trained = self.cutter.cut_batch, self.cutter.trained
+        explanations = Explanations(self, self.cutter)
         self.why_waiting, self.what_it_does = explanations.why_waiting, explanations.what_it_does
 
     # --- durability ---------------------------------------------------------------------------------------------------
@@ -194,9 +149,7 @@ class Ledger:
         return ledger
 
     def _replay(self, records: Callable[[int], Iterable[tuple[int, Record]]], first_new: int) -> None:
-        replay = Replay(
-            first_new, self.counts, self.versions, self.groups, self.dedup, self.lag, self.lifecycle, self.cutter
-        )
+        replay = Replay(self, first_new, self.cutter)
         sequence = first_new - 1
         self.journal.muted = True
         for sequence, record in records(replay.first_needed):
@@ -209,26 +162,6 @@ class Ledger:
                 self.lifecycle.hold(record)
 
     # --- actors -------------------------------------------------------------------------------------------------------
-
-    def suspend(self, actor_id: str, now: float) -> None:
-        """Stop an actor with untrusted weights: its leases go to others, and it gets none until `installed` says so."""
-        self._membership.suspend(actor_id, now)
-
-    def distrust(self, actor_id: str, now: float) -> None:
-        """Cut an actor off that is not believed: groups with its data that no batch has are generated again."""
-        self._membership.distrust(actor_id, now)
-
-    def drain(self, actor_id: str, now: float) -> None:
-        """Let an actor that is leaving finish the leases it has; it gets no new ones."""
-        self._membership.drain(actor_id, now)
-
-    def bye(self, actor_id: str, now: float) -> None:
-        """Remove an actor that has left. What it still held goes back to the pool and counts as no failure."""
-        self._membership.disconnect(actor_id, now, failed=False)
-
-    def evict(self, actor_id: str, now: float) -> list[LeaseRef]:
-        """Cut an actor off; its leases go back to the pool, each group at its old place."""
-        return self._membership.evict(actor_id, now)
 
     def num_leases(self, actor_id: str) -> int:
         """Count the open leases of an actor; 0 for one that is not linked."""

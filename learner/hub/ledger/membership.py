@@ -5,17 +5,14 @@ Time ends silent actors, leases without progress, overdue groups, and evaluation
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
+from learner.hub.ledger.part import Part
 from learner.hub.ledger.tables.actor import MAX_LEASES, Actor
-from learner.hub.ledger.tables.actors import ActorTable, Effect
-from learner.hub.ledger.tables.dedup import DedupTable, outbox_error
-from learner.hub.ledger.tables.evals import EvalRun, EvalTable
-from learner.hub.ledger.tables.groups import GroupState, GroupTable
-from learner.hub.ledger.tables.lifecycle import GroupLifecycle
-from learner.hub.ledger.tables.settings import LedgerSettings
-from learner.hub.ledger.tables.versions import LagBounds, Versions
+from learner.hub.ledger.tables.actors import Effect
+from learner.hub.ledger.tables.dedup import outbox_error
+from learner.hub.ledger.tables.evals import EvalRun
+from learner.hub.ledger.tables.groups import GroupState
 from streamrl.messages import (
     ANSWERED_STEPS,
     EVAL_BIT,
@@ -49,19 +46,8 @@ class JoinResult:
     fenced: int | None = None
 
 
-@dataclass
-class Membership:
+class Membership(Part):
     """Keeps the table of actors true to what they say; any message proves that an actor lives."""
-
-    settings: LedgerSettings
-    counts: Counter[str]
-    versions: Versions
-    groups: GroupTable
-    dedup: DedupTable
-    evals: EvalTable
-    lag: LagBounds
-    lifecycle: GroupLifecycle
-    actors: ActorTable
 
     # --- the handshake ------------------------------------------------------------------------------------------------
 
@@ -201,6 +187,10 @@ class Membership:
         if actor is not None:
             actor.state = "LEAVING"
             self.actors.shares.touch(actor)
+
+    def bye(self, actor_id: str, now: float) -> None:
+        """Remove an actor that has left. What it still held goes back to the pool and counts as no failure."""
+        self.disconnect(actor_id, now, failed=False)
 
     def evict(self, actor_id: str, now: float) -> list[LeaseRef]:
         """Cut an actor off for a fault of its own; its leases go back to the pool, each group at its old place."""

@@ -6,41 +6,27 @@ have decided. Leases do not outlive their hub; their groups are READY, and remem
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-
 from learner.hub.ledger.cut import BatchCutter
-from learner.hub.ledger.tables.dedup import DedupTable
-from learner.hub.ledger.tables.groups import Delivery, Grant, GroupRecord, GroupState, GroupTable
-from learner.hub.ledger.tables.lifecycle import GroupLifecycle
-from learner.hub.ledger.tables.versions import LagBounds, Versions
+from learner.hub.ledger.part import Part, Tables
+from learner.hub.ledger.tables.groups import Delivery, Grant, GroupRecord, GroupState
 from streamrl.errors import CheckpointError, WireError
 from streamrl.stream.records import BatchCut, GroupArrived, GroupMoved, Record, StepTaken, VersionPublished
 
 
-@dataclass
-class Replay:
+class Replay(Part):
     """Applies records to the tables of a ledger.
 
-    Attributes:
+    Args:
         first_new: records before this one are in the snapshot; of them only frames are still to come.
     """
 
-    first_new: int
-    counts: Counter[str]
-    versions: Versions
-    groups: GroupTable
-    dedup: DedupTable
-    lag: LagBounds
-    lifecycle: GroupLifecycle
-    cutter: BatchCutter
-    _missing: dict[int, GroupRecord] = field(init=False)
-    _frames: dict[int, bytes] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, tables: Tables, first_new: int, cutter: BatchCutter) -> None:
+        super().__init__(tables)
+        self.first_new, self.cutter = first_new, cutter
         self._missing = {
             sequence: record for record in self.groups.in_order() if not record.frames for sequence in record.sequences
         }
+        self._frames: dict[int, bytes] = {}
 
     @property
     def first_needed(self) -> int:
