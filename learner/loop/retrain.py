@@ -61,8 +61,8 @@ class Retraining(Steering):
 
 
 def retrain(
-    trainer: Trainer, source: LogSource, steering: Steering, *, published: Mapping[int, Manifest] | None = None,
-    digests: WeightDigests | None = None, on_planned: Callable[[BatchPlan, StepStatistics], None] | None = None,
+    trainer: Trainer, source: LogSource, steering: Steering, *, published: Mapping[int, Manifest],
+    digests: WeightDigests, on_planned: Callable[[BatchPlan, StepStatistics], None] | None = None,
 ) -> Iterator[Retrained]:
     """Train on every batch of a log, from the trainer's version on; each is yielded once it is trained. Collective.
 
@@ -75,8 +75,8 @@ def retrain(
     found: dict[int, str] = {}
 
     def compare(version: int) -> None:
-        manifest = published.get(version) if published is not None else None
-        if digests is not None and trainer.ranks.maximum(float(manifest is not None)):
+        manifest = published.get(version)
+        if trainer.ranks.maximum(float(manifest is not None)):
             found[version] = digests.difference(version, manifest)
 
     before, trainer.callbacks = trainer.callbacks, Retraining(steering, source, compare, on_planned)

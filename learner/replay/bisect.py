@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import subprocess
@@ -52,7 +53,10 @@ class Search:
         while versions := _between(run, good, bad):
             middle = self._train(run, versions[(len(versions) - 1) // 2])
             if self._score(run) < self.limit:
-                bad, run = middle, open_run(self.run_dir, self.words, begin=begin)
+                bad = middle
+                del run  # before the next one's networks are made
+                gc.collect()
+                run = open_run(self.run_dir, self.words, begin=begin)
             else:
                 good, begin = middle, run.save(self.folder)
         if bad == last:

@@ -107,7 +107,7 @@ def recover(
     )) as digests:
         tell_at = time.monotonic() + TELL_S
         for done, one in enumerate(retrain(
-            trainer, source, steering, published=history.published if history is not None else None, digests=digests
+            trainer, source, steering, published=history.published if history is not None else {}, digests=digests
         ), start=1):
             if done == num or time.monotonic() >= tell_at:
                 tell_at = time.monotonic() + TELL_S
