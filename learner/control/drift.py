@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from streamrl.algorithms import fit_drift, lag_for_ess, oscillation, predict_m2, spread_budget, update_drift
 from streamrl.algorithms.types import DriftBins, DriftFit, DriftModel
@@ -82,18 +81,6 @@ class DriftTracker:
     def spread_for(self, m2_target: float) -> int | None:
         """The largest difference of lags inside a group that the budget allows; None without data."""
         return spread_budget(self.model, m2_target=m2_target) if self.model is not None else None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> DriftTracker:
-        model = state["model"]
-        return cls(
-            float(state["half_life"]),
-            None if model is None else DriftModel(**{name: tuple(values) for name, values in model.items()}),
-            float(state["products"]), float(state["squares"]),
-        )
 
 
 def to_bins(m2_by_lag: Mapping[int, tuple[float, float]]) -> DriftBins:

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
+
 from learner.control.drift import DriftTracker
 from learner.objective.lag_policy import LagPolicy
 from streamrl.algorithms import goodput, lr_scale, should_publish, step_breaker, step_goodput, step_lag_bound
@@ -199,23 +201,23 @@ class StalenessControl:
         """The state, as plain values."""
         return {
             "bound": asdict(self._bound), "goodput": asdict(self._goodput), "breaker": asdict(self._breaker),
-            "tracker": self.tracker.to_json(), "mean_lag": self._mean_lag,
+            "tracker": asdict(self.tracker), "mean_lag": self._mean_lag,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `to_json()`. Bounds that the settings no longer allow are moved inside them."""
-        self.tracker = replace(DriftTracker.from_json(state["tracker"]), half_life=self._adaptive.half_life_steps)
-        self._breaker = BreakerState(**state["breaker"])
+        tracker = msgspec.convert(state["tracker"], DriftTracker)
+        self.tracker = replace(tracker, half_life=self._adaptive.half_life_steps)
+        self._breaker = msgspec.convert(state["breaker"], BreakerState)
         self._mean_lag = float(state["mean_lag"])
         if not (self._adaptive.enabled and self._adaptive.breaker):
             self._breaker = BreakerState()
         if not self._adaptive.enabled or self._adaptive.rule is AdaptiveRule.fixed:
             return
         low, high = self._adaptive.min_eta + self._offset, self._adaptive.max_eta + self._offset
-        bound = LagBound(**state["bound"])
+        bound = msgspec.convert(state["bound"], LagBound)
         self._bound = LagBound(min(high, max(low, bound.smoothed)), min(high, max(low, bound.value)))
-        climb = {**state["goodput"], **{name: tuple(state["goodput"][name]) for name in ("baseline", "current")}}
-        self._goodput = self._within(GoodputState(**climb))
+        self._goodput = self._within(msgspec.convert(state["goodput"], GoodputState))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

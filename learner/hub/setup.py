@@ -21,7 +21,7 @@ from streamrl.errors import TaskError
 from streamrl.messages.work import MAX_RECORD_BYTES
 from streamrl.stream.records import Record
 from streamrl.stream.segments import read_records
-from streamrl.stream.writer import LogWriter, close_log
+from streamrl.stream.writer import LogWriter
 from streamrl.transport.log_limit import LogLimit
 
 log = logging.getLogger("streamrl.hub")
@@ -31,7 +31,6 @@ _told = LogLimit(log)
 def open_ledger(settings: HubSettings) -> tuple[Ledger, RunLog]:
     """Make a fresh ledger, or the one that a checkpoint and the log after it give; and open the log to append to it."""
     run_dir = Path(settings.run_dir)
-    close_log(run_dir)
     ledger = make_ledger(settings, partial(read_records, run_dir) if settings.started.start > 1 else None)
     for why in ledger.refused_on_resume:
         log.warning("a group of the log cannot be trained and is generated again: %s", why)

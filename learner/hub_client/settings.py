@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -28,24 +28,6 @@ evaluations and returned leases use numbers too and are durable at once."""
 FAR_FUTURE = (1 << 31) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class WelcomeTask:
-    """The sections of the learner's config that an actor builds its runtime from."""
-
-    env: schema.EnvConfig
-    data: schema.DataConfig
-    rollout: schema.RolloutConfig
-    actors: schema.ActorsConfig
-    learner: schema.LearnerConfig
-    policy: schema.PolicyConfig
-    reward: schema.RewardConfig
-    eval: schema.EvalConfig
-    advantage: schema.AdvantageConfig
-
-    def encode(self) -> str:
-        return json.dumps(to_plain(self))
-
-
 def hub_settings(
     config: schema.Config, *, started: RunStarted, run_dir: Path, lineage: tuple[Lineage, ...],
     dp_ranks: tuple[int, ...], bind: str, rank_endpoint: str, shm_dir: Path, vocab_size: int,
@@ -61,12 +43,7 @@ def hub_settings(
         started=started, run_dir=str(run_dir), lineage=lineage, stream=config.stream,
         run_seed=config.run.seed, dp_ranks=dp_ranks, bind=bind, rank_endpoint=rank_endpoint, shm_dir=str(shm_dir),
         env=config.env, data=config.data, reward=config.reward,
-        welcome_task=WelcomeTask(
-            config.env, config.data, config.rollout, config.actors, config.learner, config.policy, config.reward,
-            config.eval,
-            # What one answer a prompt is compared with: the actor's own check of its settings asks. No name of code.
-            schema.AdvantageConfig(baseline=config.advantage.baseline),
-        ).encode(),
+        welcome_task=json.dumps({name: to_plain(section) for name, section in _for_actors(config).items()}),
         total_steps=config.trainer.num_steps, limits=limits(config, vocab_size),
         sampling=train_sampling(config.rollout.train.sampling),
         eval_sampling=wire_sampling(eval_sampling(config)),
@@ -80,6 +57,14 @@ def hub_settings(
         restore_path=str(restore_path) if restore_path else None, device=device,
         num_minibatches=config.learner.num_minibatches, rank_silent_s=config.learner.rank_silent_s,
     )
+
+
+def _for_actors(config: schema.Config) -> dict[str, object]:
+    """The sections of the learner's config that an actor builds its runtime from."""
+    names = ("env", "data", "rollout", "actors", "learner", "policy", "reward", "eval")
+    # What one answer a prompt is compared with: the actor's own check of its settings asks. No name of code.
+    advantage = schema.AdvantageConfig(baseline=config.advantage.baseline)
+    return {**{name: getattr(config, name) for name in names}, "advantage": advantage}
 
 
 def wire_sampling(sampling: schema.SamplingConfig) -> Sampling:

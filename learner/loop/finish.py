@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from learner.loop.run import Run
-from learner.model.paths import wire_dtype
 from learner.publish.export import export_critic, export_model
 from streamrl.errors import StreamrlError
 
@@ -20,9 +19,9 @@ def finish(run: Run, *, completed: bool) -> None:
     # Before the last evaluation: that may take longer than the other ranks wait inside a collective.
     if completed and run.config.checkpoint.export_hf and not run.config.trainer.eval_only:
         lora = run.config.policy.lora if run.adapter is not None else None
-        dtype = wire_dtype(run.config.publish.dtype, run.ranks.device)  # as actors had it
         exported = export_model(
-            run.trainer.networks.policy, run.model_dir, run.run_dir / "model", run.ranks, lora=lora, dtype=dtype
+            run.trainer.networks.policy, run.model_dir, run.run_dir / "model", run.ranks, lora=lora,
+            dtype=run.trainer.settings.wire_dtype,  # as actors had it
         )
         log.info("the trained model is in %s", exported)
         if (critic := run.trainer.networks.critic) is not None:

@@ -40,13 +40,16 @@ class Retrained:
 class Retraining(Steering):
     """Steers a trainer by the times in a log, and compares the versions between the steps of a batch."""
 
-    def __init__(self, steering: Steering, source: LogSource, compare: Callable[[int], None]) -> None:
+    def __init__(
+        self, steering: Steering, source: LogSource, compare: Callable[[int], None],
+        on_planned: Callable[[BatchPlan, StepStatistics], None] | None,
+    ) -> None:
         super().__init__(steering.staleness, steering.ranks, steering.clock)
-        self._source, self._compare = source, compare
-        self.on_planned: Callable[[BatchPlan, StepStatistics], None] = lambda plan, statistics: None
+        self._source, self._compare, self._on_planned = source, compare, on_planned
 
     def planned(self, plan: BatchPlan, statistics: StepStatistics) -> None:
-        self.on_planned(plan, statistics)
+        if self._on_planned is not None:
+            self._on_planned(plan, statistics)
 
     def stepped(self, version: int) -> None:
         self._compare(version)
@@ -58,8 +61,8 @@ class Retraining(Steering):
 
 
 def retrain(
-    trainer: Trainer, source: LogSource, steering: Steering, *, published: Mapping[int, Manifest] | None = None,
-    digests: WeightDigests | None = None, on_planned: Callable[[BatchPlan, StepStatistics], None] | None = None,
+    trainer: Trainer, source: LogSource, steering: Steering, *, published: Mapping[int, Manifest],
+    digests: WeightDigests, on_planned: Callable[[BatchPlan, StepStatistics], None] | None = None,
 ) -> Iterator[Retrained]:
     """Train on every batch of a log, from the trainer's version on; each is yielded once it is trained. Collective.
 
@@ -72,14 +75,11 @@ def retrain(
     found: dict[int, str] = {}
 
     def compare(version: int) -> None:
-        manifest = published.get(version) if published is not None else None
-        if digests is not None and trainer.ranks.maximum(float(manifest is not None)):
+        manifest = published.get(version)
+        if trainer.ranks.maximum(float(manifest is not None)):
             found[version] = digests.difference(version, manifest)
 
-    retraining = Retraining(steering, source, compare)
-    if on_planned is not None:
-        retraining.on_planned = on_planned
-    before, trainer.callbacks = trainer.callbacks, retraining
+    before, trainer.callbacks = trainer.callbacks, Retraining(steering, source, compare, on_planned)
     try:
         while (batch := source.next_batch(trainer.version)) is not None:
             assert source.batch is not None

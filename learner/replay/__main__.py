@@ -9,8 +9,7 @@ import sys
 from collections import Counter
 from functools import partial
 
-from learner.replay.opened import OpenedRun, open_run
-from learner.replay.ranks import join_ranks
+from learner.replay.opened import OpenedRun, join_ranks, open_run
 from learner.replay.without import group_ids, require_groups
 from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, parsed, parser_of, status_of
 from streamrl.run_dirs import find_run_dir

@@ -14,8 +14,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from learner.replay.opened import OpenedRun, open_run
-from learner.replay.ranks import join_ranks
+from learner.replay.opened import OpenedRun, join_ranks, open_run
 from learner.replay.without import group_ids, require_groups
 from learner.setup.trainer import save_policy
 from streamrl.commands import status_of

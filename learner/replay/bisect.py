@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import subprocess
@@ -23,8 +24,6 @@ from streamrl.stream.history import History
 
 FOUND, NOTHING_BROKE = 0, 1
 """Exit statuses."""
-MAX_BYTES = 20 << 30
-"""Models that are on the disk at a time; with more versions in question, some of them are looked at first."""
 
 
 @dataclass
@@ -42,67 +41,48 @@ class Search:
     drop: float
     folder: Path
     tell: Callable[[str], None] = lambda text: None
-    max_bytes: int = MAX_BYTES
     scores: dict[int, float] = field(default_factory=dict)
     limit: float = 0.0
 
     def between(self, good: int, bad: int) -> int | None:
         """The first bad version; None if `bad` is not bad. One model scored more than log2 where `bad` is the first."""
-        last = bad
-        run = open_run(self.run_dir, self.words, at_most=good)
+        last, run = bad, open_run(self.run_dir, self.words, at_most=good)
         good = self._train(run, good)
-        self._save(run, good)
-        self.limit = self._score(good) - self.drop
-        while versions := self._kept(run, good, bad):
-            for version in versions:
-                self._train(run, version)
-                self._save(run, version)
-            while versions:
-                middle = versions[(len(versions) - 1) // 2]
-                if self._score(middle) < self.limit:
-                    bad, versions = middle, [one for one in versions if one < middle]
-                else:
-                    good, versions = middle, [one for one in versions if one > middle]
-            shutil.rmtree(self.folder)
-            if self._versions(run, good, bad):  # which were passed over
-                run = open_run(self.run_dir, self.words, at_most=good)
-                self._train(run, good)
+        begin = run.save(self.folder)
+        self.limit = self._score(run) - self.drop
+        while versions := _between(run, good, bad):
+            middle = self._train(run, versions[(len(versions) - 1) // 2])
+            if self._score(run) < self.limit:
+                bad = middle
+                del run  # before the next one's networks are made
+                gc.collect()
+                run = open_run(self.run_dir, self.words, begin=begin)
+            else:
+                good, begin = middle, run.save(self.folder)
         if bad == last:
             self._train(run, bad)
-            self._save(run, bad)
-            if not self._score(bad) < self.limit:
+            if not self._score(run) < self.limit:
                 return None
         return bad
-
-    def _versions(self, run: OpenedRun, good: int, bad: int) -> list[int]:
-        return sorted({one.cut.version for one in run.history.batches if one.trained and good < one.cut.version < bad})
-
-    def _kept(self, run: OpenedRun, good: int, bad: int) -> list[int]:
-        """The versions in between whose models are made: all of them, or as many as the disk is allowed to hold."""
-        between = self._versions(run, good, bad)
-        parameters = run.trainer.networks.policy.parameters()
-        nbytes = sum(one.numel() * run.trainer.settings.wire_dtype.itemsize for one in parameters)
-        stride = max(1, -(-len(between) * nbytes // self.max_bytes))
-        return between[stride - 1 :: stride] or between[:1]
 
     def _train(self, run: OpenedRun, version: int) -> int:
         for one in run.train(upto=version, compare=False):
             self.tell(f"  trained up to version {one.version}")
         return run.version
 
-    def _save(self, run: OpenedRun, version: int) -> None:
-        save_policy(run.config, run.trainer, run.model_dir, self._model(version))
-
-    def _model(self, version: int) -> Path:
-        return self.folder / f"version-{version}"
-
-    def _score(self, version: int) -> float:
-        """The score of a version; its model is not needed after that."""
-        found = self.scores[version] = self.score(self._model(version))
-        shutil.rmtree(self._model(version))
+    def _score(self, run: OpenedRun) -> float:
+        """The score of the run's present version; its model is not needed after that."""
+        version, model = run.version, self.folder / f"version-{run.version}"
+        save_policy(run.config, run.trainer, run.model_dir, model)
+        found = self.scores[version] = self.score(model)
+        shutil.rmtree(model)
         said = "" if len(self.scores) == 1 else "  bad" if found < self.limit else "  good"
         print(f"version {version:6d}  score {found:.4f}{said}", flush=True)
         return found
+
+
+def _between(run: OpenedRun, good: int, bad: int) -> list[int]:
+    return sorted({one.cut.version for one in run.history.batches if one.trained and good < one.cut.version < bad})
 
 
 def main() -> int:

@@ -29,8 +29,6 @@ from streamrl.commands import parsed, parser_of, status_of
 from streamrl.errors import ControlError
 from streamrl.run_dirs import find_run_dir
 
-OK = 0
-
 
 @dataclass(frozen=True, slots=True)
 class Blamed:
@@ -72,7 +70,7 @@ def main() -> int:
     first, last = int(between[1]), int(between[2])
     found = blame(given.run, first, last, given.words, lambda text: print(text, file=sys.stderr, flush=True))
     print("\n".join(tables(found, given.top)))
-    return OK
+    return 0
 
 
 def blame(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +17,7 @@ from typing import Any
 from learner.data.trajectories import TrajectoryReader
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.rules import steps_per_batch
+from streamrl.config.settings_file import leaves
 from streamrl.errors import WireError
 from streamrl.messages import GroupOrigin, PlanRow
 from streamrl.metrics.files import read_lines, read_object
@@ -83,21 +84,14 @@ def metrics_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 def _settings(found: Compared, run_dir: Path, history: History, settings: Mapping[str, Any]) -> None:
     last = history.starts[-1]
-    then, now = to_plain(from_plain(json.loads(last.settings))), settings  # with those that came since then
-    for name in sorted({*_differing(then, now)} - OF_THE_START):
-        found.disagreements.append(f"config.yaml: {name} is not what the log's last start has")
+    then = dict(leaves(to_plain(from_plain(json.loads(last.settings)))))  # with those that came since then
+    now = dict(leaves(settings))
+    for name in sorted((then.keys() | now.keys()) - OF_THE_START):
+        if then.get(name) != now.get(name):
+            found.disagreements.append(f"config.yaml: {name} is not what the log's last start has")
     summary = read_object(run_dir / "summary.json")
     if summary:
         found.expect("summary.json", "run_id", summary.get("run_id"), last.run_id)
-
-
-def _differing(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name in then.keys() | now.keys():
-        old, new = then.get(name), now.get(name)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _differing(old, new, f"{prefix}{name}.")
-        elif old != new:
-            yield prefix + name
 
 
 def _batch(found: Compared, history: History, batch: LoggedBatch, reader: TrajectoryReader) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -18,14 +20,13 @@ from learner.data.trajectories import TrajectoryReader
 from learner.loop.retrain import Retrained, retrain
 from learner.loop.steering import Steering
 from learner.model.adapter.base import AdapterOf
-from learner.model.paths import model_directory, policy_vocab_size
+from learner.model.paths import policy_vocab_size
 from learner.objective.plan import BatchPlan
 from learner.objective.statistics.step import StepStatistics
 from learner.publish.digests import WeightDigests
 from learner.ranks.mesh import Ranks
-from learner.setup.device import start_ranks
-from learner.setup.environment import environment
-from learner.setup.inputs import fit_to_records, prepare_inputs
+from learner.setup.device import environment, start_ranks
+from learner.setup.inputs import fit_to_records, prepare_inputs, starting_model
 from learner.setup.publishing import published_parameters
 from learner.setup.trainer import load_trainer, make_staleness
 from learner.sources.log import LogSource
@@ -33,7 +34,10 @@ from learner.trainer import Trainer
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import ControlError
+from streamrl.parent_watch import program
 from streamrl.stream.history import History, LoggedBatch
+from streamrl.stream.records import RunStarted
+from streamrl.stream.segments import read_records
 
 log = logging.getLogger("streamrl.replay")
 
@@ -151,10 +155,7 @@ def open_run(
     task = task_of(config)
     fit_to_records(config, task)
     checkpoint = begin or _begin(run_dir, history, at_most)
-    model_dir = model_directory(
-        config.policy, task, ranks, seed=config.run.seed, num_threads=config.run.num_threads,
-        max_positions=config.learner.max_tokens_per_device,
-    )
+    model_dir = starting_model(config, task, ranks)
     past = ResumeState(history.starts[-1].run_id) if checkpoint is None else ResumeState(
         history.starts[-1].run_id, checkpoint.version, checkpoint=checkpoint
     )
@@ -176,3 +177,18 @@ def _begin(run_dir: Path, history: History, at_most: int) -> Checkpoint | None:
     if not history.starts:
         raise ControlError(f"the log of {run_dir} holds no start of the run: it cannot be trained again")
     return checkpoint
+
+
+def join_ranks(run_dir: Path, module: str) -> None:
+    """This process becomes the ranks of the run, each of which runs the module again, unless it is one already.
+
+    As many as the run had: sums over ranks have another order for another number.
+    """
+    starts = [body for _, body in read_records(run_dir) if isinstance(body, RunStarted)] if run_dir.is_dir() else []
+    num = int(starts[-1].environment.get("ranks", "1")) if starts else 1
+    if num > 1 and "RANK" not in os.environ:
+        command = [
+            *program("torch.distributed.run"), f"--nproc_per_node={num}", "--standalone", "-m", module, *sys.argv[1:],
+        ]
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.execv(command[0], command)

@@ -137,7 +137,7 @@ class Retraining:
         self.draws_by_seed = config.actors.engine in DRAWS_BY_SEED and not driven
         audit = Audit(
             trainer.networks.policy, run.ranks, trainer.with_wire_precision, share=1.0, seed=config.run.seed,
-            max_lag=0, max_tokens=config.learner.max_tokens_per_device, redraws=self.draws_by_seed,
+            max_lag=0, max_tokens=trainer.settings.max_tokens, redraws=self.draws_by_seed,
         )
         agreements = Agreements()
         agreements.begin(rows)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -106,28 +106,20 @@ def _told(level: str, outcome: Outcome) -> int:
     return outcome.status
 
 
-def _or_damaged(check: Callable[[], Outcome]) -> Outcome:
-    """The outcome; records that cannot be read as they should be are a disagreement."""
+def _hash(folder: Path, manifest: dict[str, Any]) -> Outcome:
     try:
-        return check()
+        found = compare_records(folder)
     except (LogError, WireError) as error:
         return Outcome(DIFFERS, str(error))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # of edited files
         return Outcome(DIFFERS, f"a record is not as streamrl writes it ({type(error).__name__}: {error})")
-
-
-def _hash(folder: Path, manifest: dict[str, Any]) -> Outcome:
-    def check() -> Outcome:
-        found = compare_records(folder)
-        did = (
-            f"{len(manifest['files'])} files, {found.num_versions} versions, {found.num_rewards} trajectories, "
-            f"{found.num_rows} rows of metrics, {found.num_evaluations} evaluations"
-        )
-        if found.disagreements:
-            return Outcome(DIFFERS, f"records contradict each other ({did})", found.disagreements)
-        return Outcome(EQUAL, f"{did}; what only training can tell is for step, the report's text is not read")
-
-    return _or_damaged(check)
+    did = (
+        f"{len(manifest['files'])} files, {found.num_versions} versions, {found.num_rewards} trajectories, "
+        f"{found.num_rows} rows of metrics, {found.num_evaluations} evaluations"
+    )
+    if found.disagreements:
+        return Outcome(DIFFERS, f"records contradict each other ({did})", found.disagreements)
+    return Outcome(EQUAL, f"{did}; what only training can tell is for step, the report's text is not read")
 
 
 def _words(folder: Path, words: Sequence[str], manifest: dict[str, Any]) -> list[str]:

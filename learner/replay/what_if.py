@@ -13,13 +13,12 @@ import yaml
 
 from learner.control.staleness import ESS
 from learner.loop.retrain import Retrained
-from learner.replay.opened import OpenedRun, open_run
-from learner.replay.ranks import join_ranks
+from learner.replay.opened import OpenedRun, join_ranks, open_run
 from streamrl.algorithms import SURROGATES
 from streamrl.commands import parsed, parser_of, status_of
 from streamrl.config.load import CONFIGS, load_config
 from streamrl.config.schema import Config
-from streamrl.config.settings_file import as_words
+from streamrl.config.settings_file import as_words, leaves
 from streamrl.errors import ConfigError
 from streamrl.extension import did_you_mean
 from streamrl.metrics.files import write_atomic
@@ -72,7 +71,8 @@ def arms(run_dir: Path, words: Sequence[str]) -> dict[str, Config]:
 
 def _of_algorithm(path: Path, name: str) -> list[str]:
     """Words for the run's settings with another algorithm: one of configs/algorithm/, or a surrogate alone."""
-    presets = {file.stem: _keys(yaml.safe_load(file.read_text())) for file in (CONFIGS / "algorithm").glob("*.yaml")}
+    files = (CONFIGS / "algorithm").glob("*.yaml")
+    presets = {file.stem: dict(leaves(yaml.safe_load(file.read_text()))) for file in files}
     if not name:
         return [str(path)]
     if name in presets:  # what the run's own algorithm may have set gives way to the defaults, then to the preset
@@ -86,13 +86,6 @@ def _of_algorithm(path: Path, name: str) -> list[str]:
         f"algorithm={name} is unknown:{did_you_mean(name, [*presets, *SURROGATES])} give one of "
         f"{', '.join(sorted(presets))}, or a surrogate: {', '.join(SURROGATES)}"
     )
-
-
-def _keys(values: dict, prefix: str = "") -> list[str]:
-    found: list[str] = []
-    for key, value in values.items():
-        found += _keys(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
-    return found
 
 
 def what_if(run_dir: Path, configs: dict[str, Config], first: int, last: int | None) -> int:

@@ -24,16 +24,17 @@ from learner.hub_client.settings import hub_settings, response_limit, stall_fail
 from learner.loop.evaluations import Evaluations
 from learner.loop.run import Run
 from learner.loop.steering import Steering
+from learner.publish.probe import Prober, probe_tokens
 from learner.publish.versions import Versions
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
 from learner.record.expected import ExpectedAnswers
 from learner.record.recorder import Recorder
 from learner.record.step_samples import open_samples
-from learner.setup.environment import environment
+from learner.setup.device import environment
 from learner.setup.hub import StartedHub, announce, same_address, start_hub
 from learner.setup.inputs import Inputs, open_inputs, prepare_inputs
-from learner.setup.publishing import background_of, make_prober, make_publishing
+from learner.setup.publishing import background_of, make_publishing
 from learner.setup.recover import Recovered, history_after, recover
 from learner.setup.trainer import load_trainer, make_staleness
 from learner.sources.hub import HubSource
@@ -168,7 +169,10 @@ def _make_versions(
     publishing = make_publishing(config.publish, config.policy.lora, policy, ranks, hub, shm=shm, lock=given.lock)
     # Actors' engines hold a prompt and the longest response.
     max_tokens = config.rollout.max_prompt_tokens + response_limit(config)
-    prober = make_prober(config.publish, policy, given.model_dir, ranks, max_tokens=max_tokens)
+    prober = Prober(
+        policy, probe_tokens(given.model_dir, policy.vocab_size, max_tokens), every=config.publish.probe_every,
+        tolerance=config.publish.probe_tolerance, device=ranks.device,
+    )
     return Versions(
         publishing, staleness, trainer.clock, prober, learner_epoch=given.learner_epoch,
         wire_precision=trainer.with_wire_precision, staged=audit.published,

@@ -1,18 +1,23 @@
-"""The device of a learner process, and the group of all of them."""
+"""The device of a learner process, the group of all of them, and the environment that they compute in."""
 
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
+import xxhash
 
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import LearnerConfig, RunConfig
 from streamrl.process_memory import keep_freed_memory
 
 log = logging.getLogger("streamrl.learner")
+
+PACKAGES = ("torch", "transformers", "numpy", "msgspec", "safetensors")
 
 
 def start_ranks(run: RunConfig, learner: LearnerConfig) -> Ranks:
@@ -42,3 +47,12 @@ def agreed_run_dir(
     if named is not None:
         return Path(named)
     return numbered(int(ranks.from_rank_zero(float(chosen.name.rpartition("-")[2]) if chosen is not None else 0.0)))
+
+
+def environment(ranks: Ranks) -> dict[str, str]:
+    """What the equality of two trainings, bit by bit, depends on beside settings and data, each in words."""
+    return {
+        "python": platform.python_version(), **{name: version(name) for name in PACKAGES},
+        "machine": platform.machine(), "torch_build": xxhash.xxh3_64_hexdigest(torch.__config__.show().encode()),
+        "threads": str(torch.get_num_threads()), "ranks": str(ranks.mesh.world), "device": ranks.device.type,
+    }

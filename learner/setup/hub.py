@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from learner.hub.shared.settings import HubSettings
-from learner.hub_client.endpoint import RankDoor, agree
+from learner.hub_client.endpoint import RankDoor, RankEndpoint, agree
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess
 from learner.loop.run import Run
@@ -25,7 +25,6 @@ from streamrl.config.rules import largest_max_lag, lead, lookahead
 from streamrl.config.schema import LearnerConfig
 from streamrl.metrics.files import read_object
 from streamrl.named_code import words_for_actors
-from streamrl.transport.keys import ActorKey
 
 log = logging.getLogger("streamrl.learner")
 
@@ -38,8 +37,7 @@ class StartedHub:
     """
 
     process: HubProcess | None
-    address: str
-    key: ActorKey | None
+    endpoint: RankEndpoint
     beats: RankBeats
 
     def link(
@@ -47,7 +45,7 @@ class StartedHub:
     ) -> HubLink:
         """This rank's connection."""
         return HubLink(
-            self.address, key=self.key, rank=ranks.rank, world=ranks.mesh.world, version=version,
+            self.endpoint.address, key=self.endpoint.key, rank=ranks.rank, world=ranks.mesh.world, version=version,
             check_hub=self.process.check if self.process else lambda: None, stop_requested=stop,
             stall_report_s=learner.stall_report_s, stall_fail_s=stall_fail_s,
             rank_silent_s=learner.rank_silent_s or learner.rank_timeout_s,
@@ -71,7 +69,7 @@ def start_hub(
         undo.callback(process.abandon)
     endpoint = agree(ranks, lambda: door.endpoint(run_dir, start, process.check))
     beats = undo.enter_context(RankBeats(endpoint.address, ranks, silent_s=silent_s, key=endpoint.key))
-    return StartedHub(process, endpoint.address, endpoint.key, beats)
+    return StartedHub(process, endpoint, beats)
 
 
 def announce(run: Run) -> None:

@@ -75,10 +75,7 @@ def open_inputs(config: Config, run_dir: Path, ranks: Ranks) -> Inputs:
     task = task_of(config)
     check_task(task, limit_s=config.env.step_timeout_s)  # fails here by name, not in an actor an hour later
     sets = fit_to_records(config, task)
-    model_dir = model_directory(
-        config.policy, task, ranks, seed=config.run.seed, num_threads=config.run.num_threads,
-        max_positions=config.learner.max_row_tokens,
-    )
+    model_dir = starting_model(config, task, ranks)
     past = find_resume_state(
         run_dir, ranks, resume=config.checkpoint.resume, name=config.run.name,
         num_minibatches=config.learner.num_minibatches, num_epochs=config.learner.num_epochs,
@@ -86,6 +83,14 @@ def open_inputs(config: Config, run_dir: Path, ranks: Ranks) -> Inputs:
     return Inputs(
         task, sets, model_dir, policy_vocab_size(model_dir), past, epoch, epoch, past.version,
         surviving_lineage(past, epoch), lock,
+    )
+
+
+def starting_model(config: Config, task: Task, ranks: Ranks) -> Path:
+    """The folder of the model that the run starts from, made first if it is a tiny one; a collective call."""
+    return model_directory(
+        config.policy, task, ranks, seed=config.run.seed, num_threads=config.run.num_threads,
+        max_positions=config.learner.max_row_tokens,
     )
 
 

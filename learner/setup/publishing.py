@@ -1,8 +1,7 @@
-"""Parts of publishing: the publisher of the weights, the base of an adapter, the probe."""
+"""Parts of publishing: the publisher of the weights, and the base of an adapter."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from learner.checkpoint.run_lock import RunLock
@@ -12,7 +11,6 @@ from learner.model.parameters import policy_parameters
 from learner.model.paths import wire_dtype
 from learner.model.policy import Policy
 from learner.publish.base import publish_base
-from learner.publish.probe import Prober, probe_tokens
 from learner.publish.publisher import Publisher
 from learner.publish.publishing import Publishing
 from learner.ranks.background import Background
@@ -52,11 +50,3 @@ def background_of(wish: BesideTraining, ranks: Ranks, name: str) -> Background[A
     """A thread beside training where the setting asks for one here; a collective call."""
     asked = wish is BesideTraining.always or (wish is BesideTraining.auto and ranks.device.type == "cuda")
     return Background(ranks, name) if asked else None
-
-
-def make_prober(settings: PublishConfig, policy: Policy, model_dir: Path, ranks: Ranks, *, max_tokens: int) -> Prober:
-    """The probe of published versions; `max_tokens` are what the actors' engines hold."""
-    return Prober(
-        policy, probe_tokens(model_dir, policy.vocab_size, max_tokens), every=settings.probe_every,
-        tolerance=settings.probe_tolerance, device=ranks.device,
-    )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -62,24 +63,6 @@ class Recovered:
         return newest > self.again_from and newest not in self.evaluated
 
 
-@dataclass
-class _Rows:
-    """The last row of metrics of the steps before this start."""
-
-    step: int = 0
-    wall_s: float = 0.0
-    trained_tokens: int = 0
-
-    @classmethod
-    def read(cls, path: Path) -> _Rows:
-        lines = read_lines(path, json.loads) 
-        rows = [row for _, row in lines if "run/wall_s" in row and "policy/num_tokens" in row]
-        if not rows:
-            return cls()
-        last = rows[-1]
-        return cls(int(last["step"]), float(last["run/wall_s"]), int(last["run/trained_tokens"]))
-
-
 def history_after(given: Inputs, run_dir: Path) -> History:
     """The log after the checkpoint that the run resumes from. Raises StreamrlError: it is damaged."""
     if not segments(run_dir):
@@ -115,18 +98,20 @@ def recover(
         history, TrajectoryReader(vocab_size=given.vocab_size), ranks, max_tokens=trainer.settings.max_tokens,
         check_rewards=trainer.objective.reward_rules.check,
     )
-    rows = _Rows.read(run_dir / "metrics.jsonl") if ranks.rank == 0 else _Rows()
-    recorded = int(ranks.from_rank_zero(float(rows.step)))
+    last = _last_row(run_dir / "metrics.jsonl") if ranks.rank == 0 else {}
+    recorded = int(ranks.from_rank_zero(float(last.get("step", 0))))
     unended, unrecorded, differences = [], [], []
     with closing(WeightDigests(
         published_parameters(trainer.networks.policy, lora), ranks,
         wire_dtype=trainer.settings.wire_dtype, bucket_bytes=bucket_bytes,
     )) as digests:
-        progress = _Progress(num)
-        for one in retrain(
-            trainer, source, steering, published=history.published if history is not None else None, digests=digests
-        ):
-            progress.tell(one.version)
+        tell_at = time.monotonic() + TELL_S
+        for done, one in enumerate(retrain(
+            trainer, source, steering, published=history.published if history is not None else {}, digests=digests
+        ), start=1):
+            if done == num or time.monotonic() >= tell_at:
+                tell_at = time.monotonic() + TELL_S
+                log.info("batch %d of %d of the log: version %d", done, num, one.version)
             differences += filter(None, one.versions.values())
             if one.logged.step is None:
                 unended.append(one)
@@ -143,22 +128,14 @@ def recover(
     after = _inputs_after(given, history, trainer, equal=equal)
     return after, Recovered(
         begin, equal, tuple(unended), tuple(unrecorded), frozenset(v for v, _ in history.evaluated) if history else
-        frozenset(), rows.wall_s, rows.trained_tokens,
+        frozenset(), float(last.get("run/wall_s", 0.0)), int(last.get("run/trained_tokens", 0)),
     )
 
 
-class _Progress:
-    """A line now and then."""
-
-    def __init__(self, num: int) -> None:
-        self._num, self._done, self._tell_at = num, 0, time.monotonic() + TELL_S
-
-    def tell(self, version: int) -> None:
-        self._done += 1
-        now = time.monotonic()
-        if now >= self._tell_at or self._done == self._num:
-            self._tell_at = now + TELL_S
-            log.info("batch %d of %d of the log: version %d", self._done, self._num, version)
+def _last_row(path: Path) -> dict[str, Any]:
+    """The last row of metrics of the steps before this start; empty without any."""
+    rows = [row for _, row in read_lines(path, json.loads) if "run/wall_s" in row and "policy/num_tokens" in row]
+    return rows[-1] if rows else {}
 
 
 def _inputs_after(given: Inputs, history: History | None, trainer: Trainer, *, equal: bool) -> Inputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
-from learner.objective.statistics.shadow import Shadow
 from learner.publish.export import export_model
 from learner.publish.rounding import round_frozen
 from learner.ranks.mesh import Ranks
@@ -61,21 +60,20 @@ def load_trainer(
         config, model_dir, past, ranks, with_critic=objective.has_critic,
         with_reference=needs_reference(config.kl, config.constraint),
     )
-    trainer = make_trainer(
-        config, networks, objective, ranks, version=past.version, adapter=adapter, shadows=shadows
+    settings = _trainer_settings(config, ranks)
+    schedule = make_schedule(
+        config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps,
+        steps_per_batch=settings.steps_per_batch, lr_scale=config.policy.lora.lr_scale if adapter else 1.0,
     )
+    trainer = Trainer(networks, schedule, objective, settings, ranks, past.version, shadows=shadows)
     if config.policy.lora.rank is not None:  # what the adapter is added to, in the values that actors get
-        round_frozen(networks.policy, trainer.settings.wire_dtype)
+        round_frozen(networks.policy, settings.wire_dtype)
     return trainer, adapter
 
 
-def make_trainer(
-    config: Config, networks: Networks, objective: Objective, ranks: Ranks, *, version: int = 0,
-    adapter: AdapterOf | None = None, shadows: Sequence[Shadow] = (),
-) -> Trainer:
-    """The trainer of these networks, by the run's settings."""
+def _trainer_settings(config: Config, ranks: Ranks) -> TrainerSettings:
     learner, policy = config.learner, config.policy
-    settings = TrainerSettings(
+    return TrainerSettings(
         max_tokens=learner.max_row_tokens, num_minibatches=learner.num_minibatches,
         num_epochs=learner.num_epochs, max_grad_norm=policy.optimizer.max_grad_norm, reduce_once=learner.reduce_once,
         ewma_decay=config.loss.ewma_decay, sync_reference_every=config.reference.sync_every_steps,
@@ -83,11 +81,6 @@ def make_trainer(
         gradient_cosine=learner.gradient_cosine, compute_dtype=compute_dtype(policy.dtype, ranks.device),
         wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
     )
-    schedule = make_schedule(
-        policy.optimizer, policy.scheduler, num_steps=config.trainer.num_steps,
-        steps_per_batch=settings.steps_per_batch, lr_scale=policy.lora.lr_scale if adapter else 1.0,
-    )
-    return Trainer(networks, schedule, objective, settings, ranks, version, shadows=shadows)
 
 
 def make_objective(

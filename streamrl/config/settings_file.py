@@ -64,15 +64,16 @@ def as_words(path: str, values: Mapping[str, Any], typed: Sequence[str]) -> list
     if own_dir is not None and Path(path).resolve().parent == Path(os.path.abspath(own_dir)).resolve():
         replaced |= {"run.dir", "checkpoint.resume"}
     return [
-        f"{key}={literal(value)}" for key, value in _leaves(values)
+        f"{key}={literal(value)}" for key, value in leaves(values)
         if key not in replaced and not key.startswith(tuple(f"{one}." for one in replaced))
     ]
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every setting in nested sections under its whole name, as `policy.optimizer.lr`."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

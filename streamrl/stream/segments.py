@@ -30,14 +30,6 @@ class Segment:
     path: Path
     first: int
 
-    @property
-    def number(self) -> int:
-        return int(self.path.stem)
-
-
-def segment_path(folder: Path, number: int) -> Path:
-    return folder / f"{number:08d}.seg"
-
 
 def segments(run_dir: Path | str) -> list[Segment]:
     """The log's files in order; empty for a run without one. Raises LogError for a file that is no segment."""

@@ -19,7 +19,7 @@ from typing import Literal
 
 from streamrl.stream.block_file import BlockFile
 from streamrl.stream.records import LogError, Record, encode
-from streamrl.stream.segments import FOLDER, MAGIC, SEGMENT_HEADER, segment_path, segments, whole_end
+from streamrl.stream.segments import FOLDER, MAGIC, SEGMENT_HEADER, segments, whole_end
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,6 @@ class LogWriter:
         """The newest sequence number that survives a crash."""
         self.failure = ""
         """Why nothing can be written; "" while that goes well."""
-        self.num_bytes = 0
-        """Written by this writer."""
         self._waiting: deque[tuple[int, Sequence[bytes]]] = deque()
         self._num_waiting = 0  # bytes
         self._changed = threading.Condition()
@@ -142,7 +140,6 @@ class LogWriter:
         before = file.end
         file.append([data for _, record in batch for data in record], sync=self._fsync != "never")
         num_bytes = file.end - before
-        self.num_bytes += num_bytes
         with self._changed:
             for _ in batch:
                 self._waiting.popleft()
@@ -154,7 +151,7 @@ class LogWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
-        path = segment_path(self._folder, self._number)
+        path = self._folder / f"{self._number:08d}.seg"
         file = BlockFile(path)
         try:
             file.append([SEGMENT_HEADER.pack(MAGIC, first)])

@@ -73,7 +73,7 @@ POINTS = (
     CrashPoint("step_marked_trained", "hub", f"{LEDGER}.cut", "BatchCutter.trained"),
     CrashPoint("frozen_before_sent", "hub", f"{LEDGER}.ledger", "Ledger.freeze"),
     CrashPoint("durable_before_ack", "hub", f"{LEDGER}.ledger", "Ledger.saved"),
-    CrashPoint("joined_before_welcome", "hub", f"{LEDGER}.handshake", "Handshake.hello"),
+    CrashPoint("joined_before_welcome", "hub", f"{LEDGER}.membership", "Membership.hello"),
     CrashPoint("version_served_before_announced", "hub", "learner.hub.shared.weight_server", "WeightServer.publish"),
     CrashPoint("actor_welcomed", "actor", SESSION, "RecordedSession._welcomed"),
     CrashPoint("group_before_sent", "actor", SESSION, "RecordedSession.submit", "before"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import learner.hub.__main__ as program
 from learner.hub.ledger.accept import Acceptance
-from learner.hub.ledger.handshake import Handshake, JoinResult
+from learner.hub.ledger.membership import JoinResult, Membership
 from learner.hub.ledger.proof import LagProof
 from learner.hub.ledger.refusal import AcceptResult
 from learner.hub.ledger.tables.groups import GroupRecord
@@ -83,9 +83,9 @@ def _run(spec: ChaosSpec, path: Path, read_end: int) -> None:
 
 def observe(history: History) -> None:
     """Record who is welcomed and what becomes of every group."""
-    hello, accept, discard, drop = Handshake.hello, Acceptance.accept, GroupLifecycle._discard, GroupLifecycle.drop
+    hello, accept, discard, drop = Membership.hello, Acceptance.accept, GroupLifecycle._discard, GroupLifecycle.drop
 
-    def observed_hello(self: Handshake, actor_id: str, message: Hello, now: float) -> JoinResult:
+    def observed_hello(self: Membership, actor_id: str, message: Hello, now: float) -> JoinResult:
         result = hello(self, actor_id, message, now)
         if result.stop is None:
             history.add("welcome", actor=actor_id, inc=message.incarnation)
@@ -109,5 +109,5 @@ def observe(history: History) -> None:
         history.add("drop", group=record.group_id, reason=reason)
         drop(self, record, reason)
 
-    Handshake.hello, Acceptance.accept = observed_hello, observed_accept
+    Membership.hello, Acceptance.accept = observed_hello, observed_accept
     GroupLifecycle._discard, GroupLifecycle.drop = observed_discard, observed_drop

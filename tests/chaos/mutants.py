@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from learner.hub.ledger.accept_train import TrainAcceptance
-from learner.hub.ledger.handshake import Handshake
+from learner.hub.ledger.accept import Acceptance
+from learner.hub.ledger.membership import Membership
 from learner.hub.ledger.tables.dedup import DedupEntry, DedupTable
 
 
@@ -14,13 +14,13 @@ def no_dedupe(role: str) -> None:
     """No sequence number is remembered, and no member of a group that still waits for others counts as done."""
     if role != "hub":
         return
-    place, check_open = DedupEntry.place, TrainAcceptance._check_open
+    place, check_open = DedupEntry.place, Acceptance._check_open
 
-    def without_members(self: TrainAcceptance, record, group, summaries) -> None:
+    def without_members(self: Acceptance, record, group, summaries) -> None:
         check_open(self, record, group, [])
 
     DedupEntry.place = lambda self, seq: "new" if place(self, seq) == "repeat" else place(self, seq)
-    TrainAcceptance._check_open = without_members
+    Acceptance._check_open = without_members
 
 
 def no_fencing(role: str) -> None:
@@ -28,7 +28,7 @@ def no_fencing(role: str) -> None:
     if role != "hub":
         return
     DedupTable.is_fenced = lambda self, actor_id, incarnation: False
-    Handshake._refuse = lambda self, actor_id, hello: None
+    Membership._refuse = lambda self, actor_id, hello: None
 
 
 def no_fsync(role: str) -> None:

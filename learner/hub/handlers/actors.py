@@ -10,9 +10,10 @@ import msgspec
 
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.ledger.grant import in_messages
+from learner.hub.ledger.membership import stop_of
 from learner.hub.ledger.tables.groups import GroupState
 from learner.hub.observe.observer import Arrival
-from learner.hub.shared.connections import Connection, shut_out, stop_of
+from learner.hub.shared.connections import Connection, shut_out
 from learner.hub.shared.context import HubContext
 from streamrl.errors import ProtocolVersionError, WireError
 from streamrl.messages import (

@@ -1,4 +1,4 @@
-"""Requests of `streamrl status` and `streamrl drain`, from the hub's control socket."""
+"""Requests of `streamrl status`, which gets a sentence for each process, and of `streamrl drain`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from learner.hub.handlers.sentences import sentences
+from learner.hub.shared.connections import Connection
 from learner.hub.shared.context import HubContext
 from streamrl.errors import ControlError
 from streamrl.messages import Drain
 
 log = logging.getLogger("streamrl.hub")
+
+SILENT_BEATS = 3
 
 
 class ControlHandler:
@@ -59,3 +61,40 @@ class ControlHandler:
             return ": no actor is"
         near = get_close_matches(name, names, n=1)
         return f". Did you mean {near[0]}?" if near else f": there are {', '.join(names[:8])}"
+
+
+def sentences(hub: HubContext, now: float) -> list[tuple[str, str]]:
+    """Describe the learner's ranks, the hub and every actor: (process, sentence) of each."""
+    told = hub.rank_watch.sentences(now, hub.waiting_for) or [("learner", "is not heard of yet")]
+    told.append(("hub", _of_hub(hub)))
+    told += [(one.actor_id, _actor(hub, one, now)) for one in sorted(hub.connections.all(), key=_name)]
+    return told + [(name, f"was shut out because {cause}") for name, cause in sorted(hub.trust.causes.items())]
+
+
+def _name(actor: Connection) -> tuple[int, str]:
+    return len(actor.actor_id), actor.actor_id  # actor-2 before actor-10
+
+
+def _of_hub(hub: HubContext) -> str:
+    num = len(hub.connections)
+    if hub.weights.manifest is None:
+        return "waits for the learner to publish its first version"
+    if not num:
+        return "waits for actors: none is connected"
+    actors = f"{num} actor{'s' if num > 1 else ''}"
+    if hub.waiting_for:
+        return f"waits for {actors}: {hub.waiting_for}"
+    return f"serves {actors} and waits for the learner, which is at work"
+
+
+def _actor(hub: HubContext, actor: Connection, now: float) -> str:
+    silent_s, settings = now - actor.heard_at, hub.settings.hub
+    if silent_s > SILENT_BEATS * settings.heartbeat_s:
+        return (f"has been silent for {silent_s:.1f} s; after hub.dead_after_s={settings.dead_after_s:g} its leases go "
+                "to others")
+    if not actor.max_leases:
+        return f"is a relay: it passes weights on, has version {actor.version}"
+    if actor.state == "quarantined":
+        return f"gets no leases: its version {actor.version} does not score as the learner does (quarantined)"
+    does = hub.ledger.what_it_does(actor.actor_id, now)
+    return f"{does}; version {actor.version}, {actor.tokens_per_s:.0f} tokens/s"

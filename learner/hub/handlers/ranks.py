@@ -14,7 +14,7 @@ import msgspec
 
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.liveness.ranks import Finding
-from learner.hub.observe.rewards import all_dropped, all_equal
+from learner.hub.observe.arrivals import all_dropped, all_equal
 from learner.hub.shared.context import HubContext
 from learner.hub.shared.plan import share_batch
 from streamrl.errors import StreamrlError, WireError
@@ -184,7 +184,7 @@ class RankHandler:
         if request.rank >= num_ranks:
             raise ValueError(f"there is no rank {request.rank}: the run has {num_ranks}")
         if not self._shares:
-            self._hub.ledger.check_version(request.version)
+            self._hub.ledger.cutter.check_version(request.version)
         elif request.version != self._version:
             raise ValueError(
                 f"rank {request.rank} requests version {request.version}, but ranks {sorted(self._shares)} have not "

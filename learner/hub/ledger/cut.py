@@ -7,28 +7,22 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
+from learner.hub.ledger.part import Part, Tables
 from learner.hub.ledger.proof import LagProof
-from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable, HeldGroup
-from learner.hub.ledger.tables.lifecycle import GroupLifecycle
-from learner.hub.ledger.tables.versions import LagBounds, Versions
+from learner.hub.ledger.tables.groups import GroupRecord, GroupState, HeldGroup
 
 
-@dataclass
-class BatchCutter:
+class BatchCutter(Part):
     """Takes groups from HELD to TRAINED."""
 
-    counts: Counter[str]
-    versions: Versions
-    groups: GroupTable
-    lag: LagBounds
-    lifecycle: GroupLifecycle
-    proof: LagProof
-    # (version it trains at, groups) of each batch that was cut, oldest first
-    in_flight: deque[tuple[int, list[GroupRecord]]] = field(default_factory=deque)
-    looked_at: int = -1  # the last version that held groups were judged at
-    counts_at_cut: Counter[str] = field(default_factory=Counter)  # of the newest batch
+    def __init__(self, tables: Tables) -> None:
+        super().__init__(tables)
+        self.proof = LagProof(self.settings.lag.steps_per_batch, self.settings.mode == "mask_old_tokens")
+        # (version it trains at, groups) of each batch that was cut, oldest first
+        self.in_flight: deque[tuple[int, list[GroupRecord]]] = deque()
+        self.looked_at = -1  # the last version that held groups were judged at
+        self.counts_at_cut: Counter[str] = Counter()  # of the newest batch
 
     def cut_batch(self, version: int) -> list[HeldGroup] | None:
         """Cut exactly B groups to be trained from this version on, in dispatch order; None if they must be waited for.

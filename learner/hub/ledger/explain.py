@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-
 from learner.hub.ledger.cut import BatchCutter
-from learner.hub.ledger.tables.actors import Actor, ActorTable
+from learner.hub.ledger.part import Part, Tables
+from learner.hub.ledger.tables.actor import Actor
 from learner.hub.ledger.tables.filters import dropped_by
-from learner.hub.ledger.tables.groups import GroupState, GroupTable
-from learner.hub.ledger.tables.versions import LagBounds, Versions
+from learner.hub.ledger.tables.groups import GroupState
 
 
-@dataclass
-class Explanations:
+class Explanations(Part):
     """Answers why nothing happens."""
 
-    group_size: int
-    num_groups_total: int | None
-    counts: Counter[str]
-    versions: Versions
-    groups: GroupTable
-    lag: LagBounds
-    actors: ActorTable
-    cutter: BatchCutter
+    def __init__(self, tables: Tables, cutter: BatchCutter) -> None:
+        super().__init__(tables)
+        self.cutter = cutter
 
     def why_waiting(self, now: float) -> str:
         """Say what the next batch waits for."""
@@ -37,7 +28,7 @@ class Explanations:
         first = next((record for record in self.groups.in_order() if record.state in open_states), None)
         if first is None:
             return lead + self._why_nothing_is_out()
-        done = f"{len(first.members)} of {self.group_size} members done"
+        done = f"{len(first.members)} of {self.settings.group_size} members done"
         group = f"group {first.group_id} (prompt {first.prompt_index}"
         if first.lease is None:
             return f"{lead}{group}, {done}) waits for an actor; {self._who()}"
@@ -48,7 +39,7 @@ class Explanations:
     def _why_nothing_is_out(self) -> str:
         if self.lag.num_free > 0:
             return f"{self.lag.num_free} more may be leased; {self._who()}"
-        if self.num_groups_total is not None and self.lag.capacity == self.num_groups_total:
+        if self.settings.num_groups_total is not None and self.lag.capacity == self.settings.num_groups_total:
             return f"all {self.lag.capacity} groups of the run are trained or held: the run is over"
         return f"the lead of {self.lag.rule.eta} batches is used up until the next optimizer step"
 
@@ -88,7 +79,7 @@ class Explanations:
             return "itself: it offers no free slot (an install, or an outbox that only a checkpoint empties)"
         ready = self.groups.in_state(GroupState.READY)
         if not ready and self.lag.num_free <= 0:
-            if self.lag.capacity == self.num_groups_total:
+            if self.lag.capacity == self.settings.num_groups_total:
                 return "nothing: every group of the run is trained, held or with another actor"
             return f"the learner: the lead of {self.lag.rule.eta} batches is used up until its next step"
         rank = self.groups.rank(ready[0].group_id) if ready else self.groups.num_live()

@@ -7,16 +7,13 @@ the newest weights always satisfies it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
-from learner.hub.ledger.tables.actors import Actor, ActorTable
-from learner.hub.ledger.tables.evals import EvalRun, EvalSource, EvalTable
-from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable
-from learner.hub.ledger.tables.lifecycle import GroupLifecycle
-from learner.hub.ledger.tables.versions import LagBounds, Versions
-from streamrl.messages import EVAL_BIT, Lease, Purpose, Sampling, VersionRef
+from learner.hub.ledger.part import Part
+from learner.hub.ledger.tables.actor import Actor
+from learner.hub.ledger.tables.evals import EvalRun
+from learner.hub.ledger.tables.groups import GroupRecord, GroupState
+from streamrl.messages import EVAL_BIT, Lease, Purpose, VersionRef
 from streamrl.messages.draws import member_seed
 
 MAX_EVAL_LEASES = 64  # in one grant, so that one actor does not get a whole evaluation
@@ -24,29 +21,46 @@ LEASES_PER_MESSAGE, LEASES_BYTES = 64, 16 << 20  # as many as a LEASE may list; 
 MAX_PASSED_OVER = 256  # records in one grant, so that the hub goes on with other work between them
 
 
-@dataclass
-class EvalGrants:
-    """Makes leases of evaluations for actors with a version that may answer them."""
+class Grants(Part):
+    """Makes leases; evaluation first, then training in dispatch order, old groups before new ones."""
 
-    run_seed: int
-    lease_ttl_s: float
-    counts: Counter[str]
-    versions: Versions
-    evals: EvalTable
-    sources: Mapping[str, EvalSource]
+    num_grants = 0  # so far: who got the last one longest ago is asked first
 
-    def grant(self, actor: Actor, now: float) -> list[Lease]:
+    def order(self) -> list[str]:
+        """List actors that could take what there is: first who holds least, then who waited longest."""
+        num = self.groups.num(GroupState.READY) + max(0, self.lag.num_free)
+        if not self.evals.any_waiting():
+            return self.actors.shares.first(num, self._admits()) if num else []
+        ready = [one for one in self.actors.all() if one.state == "READY" and (one.train.room or one.eval.room)]
+        return [actor.actor_id for actor in sorted(ready, key=lambda one: (one.granted_no, one.actor_id))]
+
+    def grant(self, actor_id: str, now: float) -> list[Lease]:
+        """Make leases for this actor: at most its free slots, and at most a fair share of what is there.
+
+        Ask the others too, then ask again.
+        """
+        actor = self.actors.get(actor_id)
+        if actor is None or actor.state != "READY":
+            return []
+        leases = self._grant_eval(actor, now) + self._grant_train(actor, now)
+        if leases:
+            self.num_grants += 1
+            actor.granted_no = self.num_grants
+            self.actors.shares.touch(actor)
+        return leases
+
+    def _grant_eval(self, actor: Actor, now: float) -> list[Lease]:
         leases: list[Lease] = []
         while len(leases) < MAX_EVAL_LEASES and actor.eval.room:
             run = self.evals.next_for(actor.installed.version)
             if run is None:
                 break
-            leases.append(self._lease(actor, run, now))
+            leases.append(self._lease_eval(actor, run, now))
         return leases
 
-    def _lease(self, actor: Actor, run: EvalRun, now: float) -> Lease:
+    def _lease_eval(self, actor: Actor, run: EvalRun, now: float) -> Lease:
         assert actor.installed is not None
-        record, source = self.evals.take(run, actor.installed.version), self.sources[run.dataset]
+        record, source = self.evals.take(run, actor.installed.version), self.eval_sources[run.dataset]
         place = record.group_id & 0xFFFFFFFF  # of prompt and answer
         lease = record.lease_to(actor.actor_id, record.next_attempt, (0,), now)
         actor.eval.leases[record.group_id] = lease
@@ -62,48 +76,9 @@ class EvalGrants:
             # The evaluation's own number is left out: every evaluation asks the same questions with the same seeds.
             seeds=(member_seed(self.run_seed, EVAL_BIT | place, 0),),
             min_version=asked_for or actor.installed, sampling=source.sampling,
-            ttl_s=self.lease_ttl_s, purpose=Purpose.EVAL, dataset=run.dataset,
+            ttl_s=self.settings.lease_ttl_s, purpose=Purpose.EVAL, dataset=run.dataset,
             keep_s=self.evals.keep_s if pinned else 0.0, num_after=self.evals.num_waiting_with(run),
         )
-
-
-@dataclass
-class Grants:
-    """Makes leases; evaluation first, then training in dispatch order, old groups before new ones."""
-
-    run_seed: int
-    lease_ttl_s: float
-    sampling: Sampling
-    counts: Counter[str]
-    groups: GroupTable
-    lag: LagBounds
-    lifecycle: GroupLifecycle
-    actors: ActorTable
-    evals: EvalGrants
-    num_grants: int = 0
-
-    def order(self) -> list[str]:
-        """List actors that could take what there is: first who holds least, then who waited longest."""
-        num = self.groups.num(GroupState.READY) + max(0, self.lag.num_free)
-        if not self.evals.evals.any_waiting():
-            return self.actors.shares.first(num, self._admits()) if num else []
-        ready = [one for one in self.actors.all() if one.state == "READY" and (one.train.room or one.eval.room)]
-        return [actor.actor_id for actor in sorted(ready, key=lambda one: (one.granted_no, one.actor_id))]
-
-    def grant(self, actor_id: str, now: float) -> list[Lease]:
-        """Make leases for this actor: at most its free slots, and at most a fair share of what is there.
-
-        Ask the others too, then ask again.
-        """
-        actor = self.actors.get(actor_id)
-        if actor is None or actor.state != "READY":
-            return []
-        leases = self.evals.grant(actor, now) + self._grant_train(actor, now)
-        if leases:
-            self.num_grants += 1
-            actor.granted_no = self.num_grants
-            self.actors.shares.touch(actor)
-        return leases
 
     def _grant_train(self, actor: Actor, now: float) -> list[Lease]:
         # Without the share, the first actor with many free slots would take a whole batch and the others would idle.
@@ -113,7 +88,7 @@ class Grants:
         for record in self._candidates(actor, now) if room > 0 and not prompts.fatal else ():
             prompt = prompts.read(record.prompt_index)
             if prompt is not None:
-                leases.append(self._lease(actor, record, prompt, now))
+                leases.append(self._lease_train(actor, record, prompt, now))
             else:  # no actor could do better
                 num_passed_over += 1
                 self.lifecycle.drop(record, "prompt_invalid")
@@ -150,7 +125,7 @@ class Grants:
         while self.lag.num_free > 0 and self.lag.may_grant(self.groups.num_live(), installed):
             yield self.lifecycle.draw()
 
-    def _lease(self, actor: Actor, record: GroupRecord, prompt: bytes, now: float) -> Lease:
+    def _lease_train(self, actor: Actor, record: GroupRecord, prompt: bytes, now: float) -> Lease:
         attempt, members = record.next_attempt, self.lifecycle.missing(record)
         self.counts["num_groups_leased"] += 1
         self.counts["num_leases_reissued"] += attempt > 0
@@ -164,10 +139,9 @@ class Grants:
             group_id=record.group_id, attempt=attempt, prompt_index=record.prompt_index, pass_index=record.pass_index,
             prompt=prompt, members=members,
             seeds=tuple(member_seed(self.run_seed, record.group_id, member) for member in members),
-            min_version=actor.installed, sampling=self.sampling, ttl_s=self.lease_ttl_s,
+            min_version=actor.installed, sampling=self.sampling, ttl_s=self.settings.lease_ttl_s,
             purpose=Purpose.TRAIN,
         )
-
 
 
 def in_messages(leases: list[Lease]) -> list[tuple[Lease, ...]]:

@@ -14,54 +14,30 @@ seconds, and every answer is a value. Its promises:
     no token is older than max_lag at a step that trains it; with the default max_lag the cut has nothing to throw away
     an actor never holds more training leases than it has slots
 
-It is composed of tables (`learner.hub.ledger.tables`), each given to the parts that use it. A verb is a method here and
-its work a part's: `handshake`, `membership`, `grant`, `accept`, `cut`, `expiry`, `explain`.
+It is composed of tables (`learner.hub.ledger.tables`), which its parts share: `membership`, `grant`, `accept`, `cut`,
+`explain`. Their verbs are asked of the ledger.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import msgspec
 
 from learner.hub.ledger.accept import Acceptance
-from learner.hub.ledger.accept_eval import EvalAcceptance
-from learner.hub.ledger.accept_train import TrainAcceptance
 from learner.hub.ledger.cut import BatchCutter
-from learner.hub.ledger.expiry import Expiry
 from learner.hub.ledger.explain import Explanations
-from learner.hub.ledger.grant import EvalGrants, Grants
-from learner.hub.ledger.handshake import Handshake, JoinResult
+from learner.hub.ledger.grant import Grants
 from learner.hub.ledger.membership import Membership
-from learner.hub.ledger.proof import LagProof
-from learner.hub.ledger.refusal import AcceptResult, GroupChecks
+from learner.hub.ledger.part import Tables
 from learner.hub.ledger.replay import Replay
 from learner.hub.ledger.snapshots import FORMAT, LedgerSnapshot, at_rest, read_snapshot
-from learner.hub.ledger.tables.actors import ActorTable, Effect
-from learner.hub.ledger.tables.dedup import DedupTable
-from learner.hub.ledger.tables.evals import EvalSource, EvalTable
-from learner.hub.ledger.tables.filters import GroupFilter
-from learner.hub.ledger.tables.groups import GroupState, GroupTable, HeldGroup
-from learner.hub.ledger.tables.journal import Journal
-from learner.hub.ledger.tables.lifecycle import GroupLifecycle
-from learner.hub.ledger.tables.passed_over import PassedOver
-from learner.hub.ledger.tables.prompts import PromptStream
+from learner.hub.ledger.tables.actors import Effect
+from learner.hub.ledger.tables.groups import GroupState
 from learner.hub.ledger.tables.settings import LedgerSettings
-from learner.hub.ledger.tables.versions import LagBounds, Versions, cut_lineage
-from streamrl.messages import (
-    Ack,
-    ActorHeartbeat,
-    Group,
-    Hello,
-    Lease,
-    LeaseRef,
-    Lineage,
-    RejectReason,
-    Sampling,
-    VersionRef,
-)
+from learner.hub.ledger.tables.versions import cut_lineage
+from streamrl.messages import Ack, RejectReason
 from streamrl.stream.records import Record
 
 _ALWAYS = (
@@ -76,106 +52,26 @@ _ALWAYS = (
 )
 
 
-class Ledger:
+class Ledger(Tables):
     """The state machine that the module describes."""
 
-    def __init__(
-        self, settings: LedgerSettings, *, run_id: str, learner_epoch: int, run_seed: int, prompts: PromptStream,
-        sampling: Sampling, eval_sources: Mapping[str, EvalSource] | None = None,
-        keep_group: GroupFilter = lambda group: None, version: int = 0, lineage: Sequence[Lineage] = (),
-        restarted: bool = False,
-    ) -> None:
-        """`restarted`: the run had a hub before, whose actors may come back."""
-        self.settings = settings
+    def __init__(self, settings: LedgerSettings, *, run_id: str, **rest: Any) -> None:
+        """Make it of new tables; `rest` as they take it."""
+        super().__init__(settings, **rest)
         self.run_id = run_id
-        self.prompts = prompts
-        self.counts: Counter[str] = Counter()
-        self.versions = Versions(learner_epoch, version, lineage)
-        num_batches = version // settings.lag.steps_per_batch
-        self.groups = GroupTable(num_trained=num_batches * settings.lag.groups_per_batch)
-        prompts.cursor = self.groups.next_id
-        self.dedup = DedupTable(settings.dedupe_window)
-        self.evals = EvalTable(settings.max_attempts, settings.eval_keep_s)
-        self.lag = LagBounds(settings, self.groups, self.versions)
-        self.passed_over = PassedOver(settings.num_passed_over, run_seed)
-        self.journal = Journal()
-        self.lifecycle = GroupLifecycle(
-            settings, self.groups, self.dedup, self.lag, prompts, keep_group, self.counts, self.passed_over,
-            self.journal,
-        )
-        self.actors = ActorTable(self.lifecycle, self.evals, restored=restarted or learner_epoch > 1)
-        # Every part gets the tables that it uses: what it may change can be read here.
-        counts, versions, groups, lag = self.counts, self.versions, self.groups, self.lag
-        dedup, evals, lifecycle, actors = self.dedup, self.evals, self.lifecycle, self.actors
-        self.eval_sources = eval_sources or {}
-        self._handshake = Handshake(counts, versions, groups, dedup, evals, lifecycle, actors)
-        self._membership = Membership(counts, versions, groups, dedup, lifecycle, actors)
-        self._expiry = Expiry(
-            settings, counts, versions, groups, evals, lag, lifecycle, actors, self._membership
-        )
-        checks = GroupChecks(settings.limits, counts, versions)
-        self._acceptance = Acceptance(
-            counts, dedup, actors,
-            TrainAcceptance(
-                settings.group_size, checks, counts, groups, lag, lifecycle, actors, sampling,
-                self.journal, settings.keep_refused,
-            ),
-            EvalAcceptance(checks, counts, evals, actors, self.eval_sources),
-        )
-        eval_grants = EvalGrants(run_seed, settings.lease_ttl_s, counts, versions, evals, self.eval_sources)
-        self._grants = Grants(
-            run_seed, settings.lease_ttl_s, sampling, counts, groups, lag, lifecycle, actors, eval_grants
-        )
-        proof = LagProof(settings.lag.steps_per_batch, settings.mode == "mask_old_tokens")
-        self.cutter = BatchCutter(counts, versions, groups, lag, lifecycle, proof)
-        self._explanations = Explanations(
-            settings.group_size, settings.num_groups_total, counts, versions, groups, lag, actors, self.cutter
-        )
         self.refused_on_resume: list[str] = []
-        self._frozen: dict[int, list[int]] = {}  # version of a snapshot -> groups that ended since the one before
-
-    # --- work ---------------------------------------------------------------------------------------------------------
-
-    def grant_order(self) -> list[str]:
-        """List actors that could take what there is, in the order in which to ask for grants."""
-        return self._grants.order()
-
-    def grant(self, actor_id: str, now: float) -> list[Lease]:
-        """Make leases for this actor, at most a fair share; ask the others too, then ask again."""
-        return self._grants.grant(actor_id, now)
-
-    def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
-        """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
-        return self._acceptance.accept(actor_id, group, frame, now)
-
-    def check_version(self, version: int) -> None:
-        """Raise ValueError if no batch can be cut for this version now."""
-        self.cutter.check_version(version)
-
-    def cut_batch(self, version: int) -> list[HeldGroup] | None:
-        """Cut exactly B groups to be trained from this version on, in dispatch order; None if they must be waited for.
-
-        Raises ValueError: `version` is not the learner's, nor that of the next batch ahead.
-        """
-        return self.cutter.cut_batch(version)
-
-    def trained(self, version_after: int, skipped: bool, reason: str = "") -> None:
-        """End the oldest batch in flight: trained, which led to `version_after`, or skipped and quarantined."""
-        self.cutter.trained(version_after, skipped, reason)
-
-    def tick(self, now: float) -> list[Effect]:
-        """Let time pass: silent actors are evicted, expired leases and overdue groups go back to the pool."""
-        effects = self._expiry.tick(now)
-        self.check()  # on every tick: a broken invariant must not reach a checkpoint
-        return effects
-
-    def why_waiting(self, now: float) -> str:
-        """Say what the next batch waits for, in a sentence for a person."""
-        return self._explanations.why_waiting(now)
-
-    def what_it_does(self, actor_id: str, now: float) -> str:
-        """Say what an actor works on, or what it waits for."""
-        return self._explanations.what_it_does(actor_id, now)
+        self._frozen: dict[int, list[int]] = {}  # version of a snapshot -> groups that it has as ended
+        self._membership = Membership(self)
+        self.hello, self.beat = self._membership.hello, self._membership.beat
+        self.installed, self.suspend = self._membership.installed, self._membership.suspend
+        self.distrust, self.drain = self._membership.distrust, self._membership.drain
+        self.bye, self.evict = self._membership.bye, self._membership.evict
+        self.accept = Acceptance(self).accept
+        grants, self.cutter = Grants(self), BatchCutter(self)
+        self.grant_order, self.grant = grants.order, grants.grant
+        self.cut_batch, self.trained = self.cutter.cut_batch, self.cutter.trained
+        explanations = Explanations(self, self.cutter)
+        self.why_waiting, self.what_it_does = explanations.why_waiting, explanations.what_it_does
 
     # --- durability ---------------------------------------------------------------------------------------------------
 
@@ -187,8 +83,7 @@ class Ledger:
         if version != self.version:
             raise ValueError(f"freeze({version}): the ledger is at version {self.version}")
         groups = self.groups
-        # Added to, not replaced: a second snapshot of one version must not forget what ended before the first.
-        self._frozen.setdefault(version, []).extend(groups.take_recent())
+        self._frozen[version] = list(groups.settled)
         return msgspec.msgpack.encode(LedgerSnapshot(
             format=FORMAT, run_id=self.run_id, learner_epoch=self.versions.learner_epoch, version=version,
             num_batches=version, lineage=cut_lineage(self.versions.lineage, version),
@@ -210,8 +105,8 @@ class Ledger:
         """
         if version not in self._frozen:
             raise ValueError(f"saved({version}): never frozen, or saved before; open are {sorted(self._frozen)}")
-        for frozen in sorted(one for one in self._frozen if one <= version):
-            self.groups.mark_saved(self._frozen.pop(frozen))
+        self.groups.mark_saved(self._frozen[version])
+        self._frozen = {frozen: ended for frozen, ended in self._frozen.items() if frozen > version}
         self.dedup.saved()
 
     @classmethod
@@ -254,55 +149,19 @@ class Ledger:
         return ledger
 
     def _replay(self, records: Callable[[int], Iterable[tuple[int, Record]]], first_new: int) -> None:
-        replay = Replay(
-            first_new, self.counts, self.versions, self.groups, self.dedup, self.lag, self.lifecycle, self.cutter
-        )
+        replay = Replay(self, first_new, self.cutter)
         sequence = first_new - 1
-        with self.journal.muted():
-            for sequence, record in records(replay.first_needed):
-                replay.apply(sequence, record)
-            replay.finish()
+        self.journal.muted = True
+        for sequence, record in records(replay.first_needed):
+            replay.apply(sequence, record)
+        replay.fill_frames()
+        self.journal.muted = False
         self.journal.next_sequence = max(self.journal.next_sequence, sequence + 1)
         for record in list(self.groups.in_state(GroupState.READY)):
             if not self.lifecycle.missing(record):  # the log ends between its last members and what became of it
                 self.lifecycle.hold(record)
 
     # --- actors -------------------------------------------------------------------------------------------------------
-
-    def hello(self, actor_id: str, hello: Hello, now: float) -> JoinResult:
-        """Bind an actor to its link, or refuse it. The newest incarnation wins; a superseded one never returns."""
-        return self._handshake.hello(actor_id, hello, now)
-
-    def beat(self, actor_id: str, beat: ActorHeartbeat, now: float) -> bool:
-        """Note what an actor has free; renew its leases if it makes progress, but none it calls stuck or does not hold.
-
-        False: no link, or a fenced one; answer STOP(NO_LINK).
-        """
-        return self._membership.beat(actor_id, beat, now)
-
-    def installed(self, actor_id: str, ref: VersionRef, ok: bool, now: float) -> None:
-        """Note that an actor made a version live or refused it. The shell has checked that its root was published."""
-        self._membership.installed(actor_id, ref, ok, now)
-
-    def suspend(self, actor_id: str, now: float) -> None:
-        """Stop an actor with untrusted weights: its leases go to others, and it gets none until `installed` says so."""
-        self._membership.suspend(actor_id, now)
-
-    def distrust(self, actor_id: str, now: float) -> None:
-        """Cut an actor off that is not believed: groups with its data that no batch has are generated again."""
-        self._membership.distrust(actor_id, now)
-
-    def drain(self, actor_id: str, now: float) -> None:
-        """Let an actor that is leaving finish the leases it has; it gets no new ones."""
-        self._membership.drain(actor_id, now)
-
-    def bye(self, actor_id: str, now: float) -> None:
-        """Remove an actor that has left. What it still held goes back to the pool and counts as no failure."""
-        self._membership.disconnect(actor_id, now, failed=False)
-
-    def evict(self, actor_id: str, now: float) -> list[LeaseRef]:
-        """Cut an actor off; its leases go back to the pool, each group at its old place."""
-        return self._membership.evict(actor_id, now)
 
     def num_leases(self, actor_id: str) -> int:
         """Count the open leases of an actor; 0 for one that is not linked."""
@@ -321,6 +180,12 @@ class Ledger:
         return entry.take_ack() if entry is not None else None
 
     # --- the rest -----------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Effect]:
+        """Let time pass: silent actors are evicted, expired leases and overdue groups go back to the pool."""
+        effects = self._membership.tick(now)
+        self.check()  # on every tick: a broken invariant must not reach a checkpoint
+        return effects
 
     @property
     def version(self) -> int:

@@ -6,45 +6,27 @@ have decided. Leases do not outlive their hub; their groups are READY, and remem
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-
 from learner.hub.ledger.cut import BatchCutter
-from learner.hub.ledger.tables.dedup import DedupTable
-from learner.hub.ledger.tables.groups import Delivery, Grant, GroupRecord, GroupState, GroupTable
-from learner.hub.ledger.tables.lifecycle import GROUPS, GroupLifecycle
-from learner.hub.ledger.tables.versions import LagBounds, Versions
+from learner.hub.ledger.part import Part, Tables
+from learner.hub.ledger.tables.groups import Delivery, Grant, GroupRecord, GroupState
 from streamrl.errors import CheckpointError, WireError
-from streamrl.messages import Group
-from streamrl.messages.validate import check_group
 from streamrl.stream.records import BatchCut, GroupArrived, GroupMoved, Record, StepTaken, VersionPublished
 
-_ANY_MEMBER = range(1 << 16)
 
-
-@dataclass
-class Replay:
+class Replay(Part):
     """Applies records to the tables of a ledger.
 
-    Attributes:
+    Args:
         first_new: records before this one are in the snapshot; of them only frames are still to come.
     """
 
-    first_new: int
-    counts: Counter[str]
-    versions: Versions
-    groups: GroupTable
-    dedup: DedupTable
-    lag: LagBounds
-    lifecycle: GroupLifecycle
-    cutter: BatchCutter
-    _missing: dict[int, GroupRecord] = field(init=False)
-    _frames: dict[int, bytes] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, tables: Tables, first_new: int, cutter: BatchCutter) -> None:
+        super().__init__(tables)
+        self.first_new, self.cutter = first_new, cutter
         self._missing = {
             sequence: record for record in self.groups.in_order() if not record.frames for sequence in record.sequences
         }
+        self._frames: dict[int, bytes] = {}
 
     @property
     def first_needed(self) -> int:
@@ -57,7 +39,7 @@ class Replay:
             if sequence in self._missing and isinstance(record, GroupArrived):
                 self._frames[sequence] = record.frame
             return
-        self._fill_frames()
+        self.fill_frames()
         match record:
             case GroupArrived():
                 self._arrived(sequence, record)
@@ -70,12 +52,11 @@ class Replay:
             case VersionPublished():
                 self.versions.was_published(record.manifest.ref)
 
-    def finish(self) -> None:
-        """Take note that the log ends here: groups whose frames it does not hold are generated again."""
-        self._fill_frames()
+    def fill_frames(self) -> None:
+        """Put the frames of the snapshot's groups in place; called before anything can change these groups.
 
-    def _fill_frames(self) -> None:
-        """Put the frames of the snapshot's groups in place; called before anything can change these groups."""
+        Those whose frames the log does not hold are generated again.
+        """
         if not self._missing:
             return
         for record in {record.group_id: record for record in self._missing.values()}.values():
@@ -89,7 +70,7 @@ class Replay:
 
     def _live(self, group_id: int) -> GroupRecord | None:
         """The group, drawn if that has not happened yet; None if it has ended."""
-        self.lifecycle.draw_again_upto(group_id)
+        self.lifecycle.draw_upto(group_id, again=True)
         return self.groups.live.get(group_id)
 
     def _arrived(self, sequence: int, arrived: GroupArrived) -> None:
@@ -100,20 +81,13 @@ class Replay:
         if arrived.refused or record is None:
             return
         try:
-            group = GROUPS.decode(arrived.frame)
-            assert isinstance(group, Group)
-            fresh = [
-                one for one in check_group(group, self.lifecycle.settings.limits, _ANY_MEMBER) if not one.aborted
-            ]
+            _, members = self.lifecycle.read(arrived.frame)
         except WireError:  # the settings of now refuse it: without members its group is generated again
             return
+        fresh = [one for one in members if not one.aborted]
         self.counts["num_members_accepted"] += len(fresh)
         self.counts["num_tokens_accepted"] += sum(one.num_action_tokens for one in fresh)
-        if fresh:
-            record.members.update({one.index: one for one in fresh})
-            record.frames.append(arrived.frame)
-            record.deliveries.append(Delivery(arrived.actor_id, arrived.incarnation, arrived.seq))
-            record.sequences.append(sequence)
+        record.add(fresh, arrived.frame, Delivery(arrived.actor_id, arrived.incarnation, arrived.seq), sequence)
 
     def _moved(self, moved: GroupMoved) -> None:
         record = self._live(moved.group_id)

@@ -1,11 +1,12 @@
-"""Use of the actors' time, summed over all of them from their heartbeats."""
+"""Numbers of heartbeats over all actors: the use of their time, and the lowest level of their sandboxes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from learner.hub.observe.observer import Observer
-from streamrl.messages import Hello
+from streamrl.messages import SANDBOX_LEVEL, Hello
+from streamrl.metrics.summary import WEAK_SANDBOX
 
 SUMS = {
     "up_s": "actor_s", "idle_s": "actor_idle_s", "starved_s": "actor_starved_s", "paused_s": "actor_paused_s",
@@ -47,3 +48,20 @@ class ActorLoads(Observer):
     def metrics(self) -> dict[str, float]:
         """Report sums over the actors, and the step time of the one whose environments are slowest."""
         return {**self._sums, P95: max(self._p95.values(), default=0.0)}
+
+
+class SandboxLevels(Observer):
+    """Keeps the lowest sandbox level of any actor, 0 while no program has run; warns at the first that is weak."""
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify, self._lowest = notify, 0
+
+    def beat(self, actor_id: str, stats: Mapping[str, float], now: float) -> None:
+        level = int(stats.get(SANDBOX_LEVEL, 0))
+        if level in (1, 2) and (not self._lowest or level < self._lowest):
+            self._lowest = level
+            if level == 1:
+                self._notify(f"{actor_id}: {WEAK_SANDBOX}. See docs/sandbox.md")
+
+    def metrics(self) -> dict[str, float]:
+        return {"sandbox_level": float(self._lowest)}

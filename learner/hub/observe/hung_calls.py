@@ -41,8 +41,9 @@ class HungCalls(Observer):
         if num_slow and (self._told_at is None or now - self._told_at > REPEAT_S):
             self._told_at = now
             longest = max(stats.get(SLOWEST_CALL_S, 0.0) for stats in self._stats.values())
+            calls = "call" if num_slow == 1 else "calls"
             self._notify(
-                f"{_calls(num_slow)} {self._of} still running after {max(longest, SLOW_CALL_S):.0f} s; the limit is "
+                f"{num_slow} {calls} {self._of} still running after {max(longest, SLOW_CALL_S):.0f} s; the limit is "
                 f"{self._limit}"
             )
 
@@ -61,7 +62,3 @@ class HungCalls(Observer):
 
     def _sum(self, name: str) -> int:
         return int(sum(stats.get(name, 0.0) for stats in self._stats.values()))
-
-
-def _calls(count: int) -> str:
-    return f"{count} call{'s' if count > 1 else ''}"

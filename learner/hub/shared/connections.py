@@ -9,9 +9,6 @@ from streamrl.messages import NcclState, Stop, StopReason, VersionRef
 from streamrl.transport.session import EXIT_EVICTED
 
 MAX_STRIKES, STRIKE_WINDOW_S = 3, 60.0
-EXIT_CODES = {
-    StopReason.FINISHED: 0, StopReason.FENCED: 3, StopReason.PROTOCOL: 4, StopReason.AUTH: 5, StopReason.WRONG_RUN: 6,
-}
 
 
 @dataclass(slots=True)
@@ -82,11 +79,6 @@ class Connections:
     def __len__(self) -> int:
         """Count actors that may generate; relays do not count."""
         return sum(connection.max_leases > 0 for connection in self.by_actor.values())
-
-
-def stop_of(reason: StopReason, detail: str, *, rejoin: bool = False, retry_after_s: float = 0.0) -> Stop:
-    """Make the answer that ends a connection or a process, with its exit status."""
-    return Stop(reason, rejoin, retry_after_s, EXIT_CODES.get(reason, 1), detail[:512])
 
 
 def shut_out(cause: str) -> Stop:

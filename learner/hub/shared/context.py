@@ -11,12 +11,11 @@ import zmq
 
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.liveness.ranks import RankWatch
-from learner.hub.observe.actor_load import ActorLoads
+from learner.hub.observe.actor_load import ActorLoads, SandboxLevels
 from learner.hub.observe.arrivals import Arrivals
 from learner.hub.observe.episode_failures import EpisodeFailures
 from learner.hub.observe.hung_calls import HungCalls
 from learner.hub.observe.observer import Observer
-from learner.hub.observe.sandbox import SandboxLevels
 from learner.hub.shared.connections import Connections
 from learner.hub.shared.run_log import RunLog
 from learner.hub.shared.settings import HubSettings

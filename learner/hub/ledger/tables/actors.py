@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from learner.hub.ledger.tables.actor import Actor, LeaseShares
 from learner.hub.ledger.tables.dedup import DedupEntry
 from learner.hub.ledger.tables.evals import EvalTable
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable, OpenLease
-from learner.hub.ledger.tables.lease_shares import LeaseShares
 from learner.hub.ledger.tables.lifecycle import GroupLifecycle
-from streamrl.messages import EVAL_BIT, ActorHeartbeat, LeaseRef, VersionRef
+from streamrl.messages import EVAL_BIT, ActorHeartbeat, LeaseRef
 from streamrl.stream.records import GroupMoved
 
-MAX_LEASES = 1024  # of one purpose at one actor, whatever it claims: as many as a HELLO can list
 RETURN_WITHIN = 6  # times `dead_after_s`: leases of the run before wait no longer for their actors
 PROBATION_S = 30.0  # for the first group of an actor, while others wait; or so many times as long as any group took:
 PROBATION = 3
@@ -30,79 +29,6 @@ class Effect:
     kind: Literal["evict", "revoke"]
     actor_id: str
     leases: tuple[LeaseRef, ...]
-
-
-@dataclass(slots=True)
-class Credit:
-    """Leases of one purpose at one actor. `limit` is the most that it may hold, `free` what it could take now, `trust`
-    the most that it gets: one for a new name beside others that have delivered and after a lease of it has expired,
-    none after it let others wait for its first group, twice as many with each group that it delivers."""
-
-    limit: int = 0
-    free: int = 0
-    trust: int = MAX_LEASES
-    leases: dict[int, OpenLease] = field(default_factory=dict)
-
-    @property
-    def room(self) -> int:
-        return max(0, min(self.free, min(self.limit, self.trust) - len(self.leases)))
-
-    def delivered(self) -> None:
-        self.trust = min(max(1, 2 * self.trust), MAX_LEASES)
-
-
-@dataclass(slots=True)
-class Actor:
-    """A linked actor, as far as leases go. `state` is JOINING (nothing useful installed), READY or LEAVING."""
-
-    actor_id: str
-    incarnation: int
-    heard_at: float
-    survived_restart: bool  # it was in the run before this learner started, so it may hold leases that no table knows
-    proven: bool = False  # it has delivered, under this name or before the restart
-    state: str = "JOINING"
-    installed: VersionRef | None = None
-    train: Credit = field(default_factory=Credit)
-    eval: Credit = field(default_factory=Credit)
-    revocations: list[LeaseRef] = field(default_factory=list)
-    resend_upto: int = 0  # orphaned leases wait until its numbers up to here have been answered
-    granted_no: int = 0  # when it last got a lease, for round robin
-    moved_at: float = 0.0  # when it last showed progress: tokens, answers of environments, a group
-    progress: tuple[float, ...] = ()  # the counters of its last heartbeat
-
-    def record_progress(self, progress: tuple[float, ...], now: float) -> None:
-        """Note the heartbeat's counters; any change counts as progress, also to the zeros of a new process."""
-        if progress != self.progress:
-            self.progress, self.moved_at = progress, now
-
-    @property
-    def num_train(self) -> int:
-        return len(self.train.leases)
-
-    @property
-    def wants_train(self) -> bool:
-        return self.state == "READY" and self.train.room > 0
-
-    def credit(self, group_id: int) -> Credit:
-        return self.eval if group_id & EVAL_BIT else self.train
-
-    def open_leases(self) -> list[tuple[int, OpenLease]]:
-        """List (group_id, lease) of everything this actor holds, in dispatch order, evaluation last."""
-        return sorted(self.train.leases.items()) + sorted(self.eval.leases.items())
-
-    def end_lease(self, group_id: int, *, revoke: bool) -> None:
-        credit = self.credit(group_id)
-        lease = credit.leases.pop(group_id)
-        if revoke:
-            self.revocations.append((group_id, lease.attempt))  # it stays busy until the actor has read this
-        else:
-            credit.free += 1  # free at once; the next heartbeat reports it up to a second later
-
-    def install(self, ref: VersionRef | None) -> None:
-        """Note the usable weights it generates from; with none it gets no leases."""
-        self.installed = ref
-        if self.state != "LEAVING":
-            self.state = "READY" if ref is not None else "JOINING"
 
 
 class ActorTable:

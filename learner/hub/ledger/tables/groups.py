@@ -11,6 +11,7 @@ its place in dispatch order and never changes, whatever becomes of its leases.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -88,6 +89,16 @@ class GroupRecord(Struct, array_like=True):
         """The origin of each frame."""
         return tuple(GroupOrigin(one.actor_id, self.prompt_index) for one in self.deliveries)
 
+    def add(
+        self, members: Collection[MemberSummary], frame: bytes, delivery: Delivery, sequence: int
+    ) -> None:
+        """Keep members that a frame completes, and the frame with its record's number in the log."""
+        if members:
+            self.members.update({one.index: one for one in members})
+            self.frames.append(frame)
+            self.deliveries.append(delivery)
+            self.sequences.append(sequence)
+
     def lease_to(self, actor_id: str, attempt: int, members: tuple[int, ...], now: float) -> OpenLease:
         self.lease = OpenLease(attempt, actor_id, members, now, now)
         self.grants[attempt] = Grant(actor_id, members)
@@ -147,7 +158,6 @@ class GroupTable:
     def __init__(self, num_trained: int = 0) -> None:  # before this run's first table, all with numbers below it
         self.live: dict[int, GroupRecord] = {}
         self.settled: dict[int, SettledRow] = {}
-        self.recent: list[int] = []  # groups that ended since the last call of `take_recent`
         self.next_id = num_trained
         self.done_below = num_trained  # every group with a smaller number has ended, in a published checkpoint
         self.num_trained = num_trained
@@ -172,7 +182,6 @@ class GroupTable:
 
     def settle(self, record: GroupRecord, state: GroupState, reason: str = "") -> None:
         """End a group: TRAINED, or DROPPED with a reason. It leaves the live count at once."""
-        self.recent.append(record.group_id)
         self.move(record, state)
         self._by_state[state].discard(record.group_id)
         del self.live[record.group_id]
@@ -200,16 +209,12 @@ class GroupTable:
     def mark_saved(self, group_ids: list[int]) -> None:
         """Note that a published checkpoint has these ends."""
         for group_id in group_ids:
-            self.settled[group_id].saved = True
+            if group_id in self.settled:  # else an earlier checkpoint had it, too
+                self.settled[group_id].saved = True
         # Only a run of saved ends at the bottom may go: a number above a live group must stay known as ended.
         while (row := self.settled.get(self.done_below)) is not None and row.saved:
             del self.settled[self.done_below]
             self.done_below += 1
-
-    def take_recent(self) -> list[int]:
-        """Take the numbers of what ended since the last call: once a checkpoint knows it, it may be forgotten."""
-        recent, self.recent = self.recent, []
-        return recent
 
     def num(self, state: GroupState) -> int:
         return len(self._by_state[state])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from learner.hub.ledger.tables.groups import Delivery
 from streamrl.stream.records import Record
@@ -13,15 +11,15 @@ from streamrl.stream.records import Record
 class Journal:
     """Numbers records; the shell takes and writes them, and says how far they are durable.
 
-    Args:
-        next_sequence: the number of the first record.
+    Attributes:
+        muted: changes are in the log already.
     """
 
-    def __init__(self, next_sequence: int = 1) -> None:
-        self.next_sequence = next_sequence
+    def __init__(self) -> None:
+        self.next_sequence = 1
+        self.muted = False
         self._waiting: list[Record] = []
         self._unsynced: deque[tuple[int, Delivery]] = deque()
-        self._muted = False
 
     @property
     def first_waiting(self) -> int:
@@ -31,7 +29,7 @@ class Journal:
     def append(self, record: Record, delivery: Delivery | None = None) -> int:
         """Add a record; returns its number. `delivery` becomes durable with it."""
         sequence = self.next_sequence
-        if not self._muted:
+        if not self.muted:
             self.next_sequence += 1
             self._waiting.append(record)
             if delivery is not None:
@@ -49,12 +47,3 @@ class Journal:
         while self._unsynced and self._unsynced[0][0] <= sequence:
             done.append(self._unsynced.popleft()[1])
         return done
-
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        """Changes inside the block are in the log already."""
-        self._muted = True
-        try:
-            yield
-        finally:
-            self._muted = False

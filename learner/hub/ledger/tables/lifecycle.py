@@ -16,7 +16,7 @@ from learner.hub.ledger.tables.versions import LagBounds
 from streamrl.errors import WireError
 from streamrl.messages import TO_HUB, Group
 from streamrl.messages.codec import Decoder
-from streamrl.messages.validate import check_group, is_scorable
+from streamrl.messages.validate import MemberSummary, check_group, is_scorable
 from streamrl.stream.records import GroupMoved
 
 GROUPS = Decoder({Group.KIND: TO_HUB[Group.KIND]}, max_bytes=1 << 32)
@@ -42,22 +42,18 @@ class GroupLifecycle:
         prompt = self.prompts.draw()
         record = GroupRecord(self.groups.next_id, prompt.prompt_index, prompt.pass_index)
         self.groups.add(record)
-        assert self.lag.num_free >= 0, f"drew group {record.group_id} beyond {self.lag.capacity}"
         return record
 
-    def draw_upto(self, group_id: int) -> bool:
-        """Draw all groups up to this number, if capacity allows: a group's prompt follows from its number."""
-        if group_id - self.groups.next_id + 1 > self.lag.num_free:
+    def draw_upto(self, group_id: int, *, again: bool = False) -> bool:
+        """Draw all groups up to this number, if capacity allows: a group's prompt follows from its number.
+
+        Those that the log names were drawn before: they are drawn `again`, whatever the capacity is now.
+        """
+        if not again and group_id - self.groups.next_id + 1 > self.lag.num_free:
             return False
         while self.groups.next_id <= group_id:
             self.draw()
         return True
-
-    def draw_again_upto(self, group_id: int) -> None:
-        """Draw all groups up to this number, which the log names: they were drawn before, whatever the capacity now."""
-        while self.groups.next_id <= group_id:
-            prompt = self.prompts.draw()
-            self.groups.add(GroupRecord(self.groups.next_id, prompt.prompt_index, prompt.pass_index))
 
     def missing(self, record: GroupRecord) -> tuple[int, ...]:
         """List members that no attempt has completed yet."""
@@ -134,11 +130,15 @@ class GroupLifecycle:
                 refused.append(why)
         return refused
 
+    def read(self, frame: bytes) -> tuple[Group, tuple[MemberSummary, ...]]:
+        """Decode a frame that was accepted before, and check it. Raises WireError: the settings of now refuse it."""
+        group = GROUPS.decode(frame)
+        assert isinstance(group, Group)
+        return group, check_group(group, self.settings.limits, _ANY_MEMBER)
+
     def _untrainable(self, frame: bytes) -> str | None:
         try:
-            group = GROUPS.decode(frame)
-            assert isinstance(group, Group)
-            check_group(group, self.settings.limits, _ANY_MEMBER)
+            group, _ = self.read(frame)
         except WireError as error:
             return str(error)
         return None if is_scorable(group.sampling) else f"group {group.group_id} was drawn with {group.sampling}"

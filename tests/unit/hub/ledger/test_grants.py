@@ -180,14 +180,8 @@ def test_evaluation_goes_first_and_only_to_actors_that_have_the_version():
     "changes, words",
     [
         (dict(eta=2, max_lag=1), "max_lag=1 is below 2"),
-        (dict(dedupe_window=70000), "dedupe_window=70000 is above 65536"),
         (dict(groups_per_batch=0), "groups_per_batch=0"),
         (dict(window=-1), "window=-1"),
-        (dict(lease_ttl_s=0.0), "lease_ttl_s=0.0"),
-        (dict(group_policy="accept_partial", min_members=9), "min_members=9"),
-        (dict(group_policy="guess"), "group_policy='guess'"),
-        (dict(on_stale="keep"), "on_stale='keep'"),
-        (dict(mode="keep"), "mode='keep'"),
     ],
 )
 def test_contradictory_settings_are_refused_with_the_number_and_the_reason(changes, words):

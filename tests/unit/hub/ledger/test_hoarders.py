@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from learner.hub.ledger.ledger import Ledger
-from learner.hub.ledger.tables.actors import MAX_LEASES, PROBATION, PROBATION_S
+from learner.hub.ledger.tables.actor import MAX_LEASES
+from learner.hub.ledger.tables.actors import PROBATION, PROBATION_S
 from streamrl.messages import RejectReason
 from tests.unit.hub.factories import FakeActor, make_ledger, restart, train
 

@@ -9,7 +9,7 @@ import pytest
 from learner.data.packing import pack
 from learner.data.trajectories import TrajectoryReader
 from learner.hub.ledger.ledger import Ledger
-from learner.hub.ledger.tables.actors import MAX_LEASES
+from learner.hub.ledger.tables.actor import MAX_LEASES
 from streamrl.messages import Group, Limits, Member, RejectReason, Sampling, SequenceStart, Turn
 from streamrl.messages.codec import pack_ids, pack_logprobs, unpack_ids
 from streamrl.messages.sampled_sets import pack_sets

@@ -7,9 +7,8 @@ from collections import Counter
 import pytest
 
 from learner.hub.ledger.tables.filters import accuracy_range, zero_std
-from learner.hub.observe.arrivals import Arrivals
+from learner.hub.observe.arrivals import Arrivals, all_dropped, all_equal
 from learner.hub.observe.observer import Arrival
-from learner.hub.observe.rewards import all_dropped, all_equal
 from streamrl.messages import VersionRef
 from tests.unit.hub.factories import FakeActor, make_ledger
 

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from learner.hub.handlers.sentences import sentences
+from learner.hub.handlers.control import sentences
 from learner.hub.ledger.tables.groups import GroupState
 from learner.hub.observe.observer import Arrival
 from learner.hub.trust.actor_trust import NUM_LEAST_TOKENS, NUM_LOOKS, ActorTrust
