@@ -33,8 +33,7 @@ from learner.objective.objective import Objective
 from learner.objective.plan import BatchPlan
 from learner.objective.scoring_pass import score_batch
 from learner.objective.statistics.shadow import Shadow
-from learner.objective.statistics.step import StepStatistics
-from learner.objective.statistics.trained import TrainedBatch
+from learner.objective.statistics.step import StepStatistics, TrainedBatch
 from learner.publish.rounding import with_wire_precision
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks

@@ -15,6 +15,7 @@ from streamrl.metrics.diagnosis import learner_idle
 from streamrl.metrics.files import write_atomic
 from streamrl.metrics.ranking import Objective, Outcome, outcome
 from streamrl.metrics.run_record import RunRecord, read_run
+from streamrl.metrics.sinks import flat
 from streamrl.metrics.text import compact, duration, markdown_table, with_error
 from streamrl.report import headline
 from streamrl.report.charts.curve import Curve, noisy
@@ -126,22 +127,15 @@ def comparison_page(records: Sequence[RunRecord], labels: Sequence[str], rows: S
 
 def differing_settings(records: Sequence[RunRecord], labels: Sequence[str]) -> str:
     """A table of the settings that are not equal in all runs; empty if none differs."""
-    flat = [_flat(record.config) for record in records]
-    names = dict.fromkeys(name for settings in flat for name in settings)
+    of_runs = [dict(flat(record.config)) for record in records]
+    names = dict.fromkeys(name for settings in of_runs for name in settings)
     rows = []
     for name in names:
-        values = [str(settings.get(name, "-")) for settings in flat]
+        values = [str(settings.get(name, "-")) for settings in of_runs]
         if len(set(values)) > 1 and not name.startswith(ALWAYS_DIFFER):
             rows.append([f"<code>{escape(name)}</code>", *map(escape, values)])
     more = (f'<p class="small-print">and {len(rows) - MAX_DIFFERENCES} more</p>' if len(rows) > MAX_DIFFERENCES else "")
     return table(("setting", *labels), rows[:MAX_DIFFERENCES]) + more if rows else ""
-
-
-def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(settings, dict) or not settings:
-        return {prefix: settings} if prefix else {}
-    return {name: value for key, part in settings.items()
-            for name, value in _flat(part, f"{prefix}.{key}" if prefix else str(key)).items()}
 
 
 def _labels(records: Sequence[RunRecord]) -> list[str]:

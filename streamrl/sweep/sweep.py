@@ -23,11 +23,10 @@ from streamrl.metrics.ranking import Objective, Outcome, outcome
 from streamrl.metrics.run_record import RunRecord, is_run, read_run
 from streamrl.processes import num_cores
 from streamrl.report.compare import write_comparison
-from streamrl.report.pages import write_pages
+from streamrl.report.index import write_pages
 from streamrl.sweep.job import make_job
-from streamrl.sweep.pool import Pool
+from streamrl.sweep.pool import Grid, Pool, Source
 from streamrl.sweep.share import describe, shares
-from streamrl.sweep.sources import Grid, Source
 from streamrl.sweep.study import GRID, Search, check_search
 
 

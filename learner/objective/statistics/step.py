@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from learner.model.critic import CriticResult
+from learner.model.gradients import BatchResult
 from learner.objective.loss import LossTerms
 from learner.objective.plan import BatchPlan
 from learner.objective.statistics.agreements import Agreements
@@ -23,6 +26,16 @@ from learner.objective.statistics.shadow import Shadow, add_shadows
 from learner.objective.token_batch import TokenBatch
 from learner.ranks.mesh import Ranks
 from streamrl.metrics.meter import Meter
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBatch:
+    """The result of a batch: measurements of all its optimizer steps, their results, the critic's, and statistics."""
+
+    measured: Meter
+    result: BatchResult
+    statistics: StepStatistics
+    critic: CriticResult | None = None
 
 
 class StepStatistics:
