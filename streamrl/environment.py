@@ -65,7 +65,8 @@ class Step:
 class Env(Protocol):
     """One episode at a time. Methods may be plain or `async`; plain ones run in a thread pool with a time limit.
 
-    Those that return within a millisecond are called on the actor's event loop instead, unless it is a `MayBlock`.
+    Those that return within a millisecond are called on the actor's event loop instead, unless it has an attribute
+    `may_block = True`: an environment, a `SingleTurnTask` or a reward that may wait for a network or another process.
     """
 
     def reset(self, record: Record) -> Sequence[ChatMessage] | Awaitable[Sequence[ChatMessage]]:
@@ -169,14 +170,6 @@ class ReadsInputText(Protocol):
 
     def set_input_text(self, text: str) -> None:
         """Called after `reset` with the text that the model reads: the first messages through the chat template."""
-
-
-@runtime_checkable
-class MayBlock(Protocol):
-    """Optional on an environment, a `SingleTurnTask` or a reward that may wait for a network or another process."""
-
-    may_block: bool
-    """True: its plain methods always run in threads, however quick they have been."""
 
 
 @dataclass(frozen=True, slots=True)

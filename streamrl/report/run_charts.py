@@ -25,10 +25,14 @@ Chart = Callable[..., str]
 
 def chart_sections(record: RunRecord) -> list[tuple[str, str, str]]:
     """(anchor, title, HTML) of every section that has a chart."""
-    sections = {
+    return drawn_sections({
         "Learning": learning(record), "Staleness": staleness(record), "Speed": speed(record),
         "Optimization": optimization(record), "System": system(record),
-    }
+    })
+
+
+def drawn_sections(sections: Mapping[str, Sequence[Chart]]) -> list[tuple[str, str, str]]:
+    """(anchor, title, HTML) of each section by its title; those without a chart are left out."""
     drawn = [(title.lower(), title, section(title.lower(), title, charts(figures)))
              for title, figures in sections.items()]
     return [found for found in drawn if found[2]]

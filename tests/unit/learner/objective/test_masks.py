@@ -197,8 +197,6 @@ def test_every_correction_preset_trains_with_the_surrogate_it_is_made_for(name):
         ({"opsm_when": OpsmWhen.over_budget}, "does nothing without loss.opsm_delta"),
         ({"veto_scope": VetoScope.suffix}, "does nothing without loss.veto_low"),
         ({"veto_low": 0.1, "veto_stat": VetoStat.mean, "veto_kl": 0.1}, "looks at no single token"),
-        ({"opsm_delta": -1.0}, "loss.opsm_delta=-1.0"),
-        ({"zscore_bound": 0.0}, "loss.zscore_bound"),
         ({"ewma_decay": 1.0}, "loss.ewma_decay"),
         ({"surrogate": "tis", "options": {"budget": 1.0}}, "takes there"),
         ({"surrogate": "ppo_clip", "options": {"eps_low": 0.3}}, "takes there"),
