@@ -196,7 +196,7 @@ class Trainer:
                     lr_scale=self.callbacks.lr_scale(meter), max_grad_norm=self.settings.max_grad_norm,
                     ranks=self.ranks, frozen=self.warming_up, cosine=self._cosine,
                 )
-            total.merge(meter.totals_for_ranks())
+            total.merge(meter.totals())
             results.append(result)
             if number + 1 < len(passes) and not result.skipped:
                 self.callbacks.stepped(plan.version + number + 1)

@@ -103,7 +103,7 @@ class StepStatistics:
         self._unmeasured = []
         # Sums and counts are gathered, never means: ranks train different numbers of tokens.
         total = Meter()
-        for totals in self._ranks.gather(self._meter.totals_for_ranks()):
+        for totals in self._ranks.gather_bytes(self._meter.totals()):
             total.merge(totals)
         return total
 
