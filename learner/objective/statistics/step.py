@@ -51,8 +51,7 @@ class StepStatistics:
     def __init__(self, plan: BatchPlan, ranks: Ranks, shadows: Sequence[Shadow] = ()) -> None:
         self._plan, self._ranks, self._shadows = plan, ranks, shadows
         self._scored = plan
-        self.agreements = Agreements()
-        self.agreements.begin(plan.recorded)
+        self.agreements = Agreements(plan.recorded)
         self._watched: Collection[int] = ()
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self.begin_step(0)
