@@ -33,8 +33,7 @@ from learner.objective.objective import Objective
 from learner.objective.plan import BatchPlan
 from learner.objective.scoring_pass import score_batch
 from learner.objective.statistics.shadow import Shadow
-from learner.objective.statistics.step import StepStatistics
-from learner.objective.statistics.trained import TrainedBatch
+from learner.objective.statistics.step import StepStatistics, TrainedBatch
 from learner.publish.rounding import with_wire_precision
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
@@ -197,7 +196,7 @@ class Trainer:
                     lr_scale=self.callbacks.lr_scale(meter), max_grad_norm=self.settings.max_grad_norm,
                     ranks=self.ranks, frozen=self.warming_up, cosine=self._cosine,
                 )
-            total.merge(meter.totals_for_ranks())
+            total.merge(meter.totals())
             results.append(result)
             if number + 1 < len(passes) and not result.skipped:
                 self.callbacks.stepped(plan.version + number + 1)

@@ -6,6 +6,7 @@ imported from its own module.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from streamrl.environment import ChatMessage, Env, Record, RewardFunction, SingleTurnTask, Step, Task
@@ -13,8 +14,9 @@ from streamrl.messages import Group, Member
 from streamrl.version import __version__
 
 if TYPE_CHECKING:
-    from streamrl.api import Metrics, Run, load_run, resume, train
+    from streamrl.api.runs import Metrics, Run, load_run
     from streamrl.api.trainer import Trainer, recorded_group
+    from streamrl.api.training import resume, train
 
 __all__ = [
     "ChatMessage",
@@ -37,14 +39,15 @@ __all__ = [
 ]
 
 
+HOMES = {
+    "Metrics": "runs", "Run": "runs", "load_run": "runs", "resume": "training", "train": "training",
+    "Trainer": "trainer", "recorded_group": "trainer",
+}
+"""Name -> its module of `streamrl.api`; that of `Trainer` loads torch."""
+
+
 def __getattr__(name: str) -> Any:
     """Names of `streamrl.api` are imported on first use: a task file needs neither hydra nor the launcher."""
-    if name in ("Metrics", "Run", "load_run", "resume", "train"):
-        from streamrl import api
-
-        return getattr(api, name)
-    if name in ("Trainer", "recorded_group"):  # apart from the others, because it loads torch
-        from streamrl.api import trainer
-
-        return getattr(trainer, name)
+    if name in HOMES:
+        return getattr(import_module(f"streamrl.api.{HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -92,7 +91,8 @@ PROGRAMS = {
 """Command -> the module that this process becomes."""
 MODULES = {
     "keys": "streamrl.transport.keys_command", "slurm": "streamrl.verbs.slurm", "relay": "streamrl.weights.pull.relay",
-    "stream": "streamrl.verbs.stream", "bundle": "streamrl.verbs.bundle",
+    "stream": "streamrl.verbs.stream", "bundle": "streamrl.verbs.bundle", "status": "streamrl.verbs.status",
+    "scale": "streamrl.verbs.actors", "drain": "streamrl.verbs.actors", "resume": "streamrl.verbs.resume",
 }
 """Command -> the module with a function of that name, which gets the words."""
 
@@ -113,7 +113,6 @@ def main() -> int:
         **{name: partial(_become, module) for name, module in PROGRAMS.items()},
         **{name: partial(_call, module, name) for name, module in MODULES.items()},
         **{name: partial(supervised, name) for name in ("sft", "dpo", "train-reward-model")},
-        **{name: verb(name) for name in ("status", "scale", "drain", "resume")},
     }
     if command in ("-h", "--help", "help", ""):
         print(USAGE)
@@ -196,7 +195,10 @@ def supervised(kind: str, words: list[str]) -> int:
 
 def _call(module: str, name: str, words: list[str]) -> int:
     """The function of a command in its module, which is imported for it alone."""
-    return getattr(importlib.import_module(module), name)(words)
+    try:
+        return getattr(importlib.import_module(module), name)(words)
+    except SystemExit as ended:  # of argparse, which has printed its help, or what is wrong
+        return int(ended.code or 0)
 
 
 def _become(module: str, words: list[str]) -> int:
@@ -228,21 +230,6 @@ def report(run_dirs: list[str]) -> int:
     print(write_comparison(run_dirs, out, Objective()))  # ranked by their last evaluation
     print(out)
     return 0
-
-
-def verb(name: str) -> Callable[[list[str]], int]:
-    """A command for a run that is there: status, scale, drain or resume."""
-
-    def run(words: list[str]) -> int:
-        from streamrl.verbs.table import VERBS
-
-        usage, do = VERBS[name]
-        if {"-h", "--help"} & set(words):
-            print(usage)
-            return 0
-        return do(words)
-
-    return run
 
 
 def samples(words: list[str]) -> int:

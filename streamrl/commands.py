@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 from streamrl.errors import StreamrlError, one_sentence
@@ -19,12 +18,12 @@ INTERRUPTED = 130
 
 
 def parser_of(
-    command: str, description: str, *, find: Callable[[str], Path], between: bool = False, **more: Any
+    command: str, description: str, *, find: Callable[[str], Any], between: bool = False, **more: Any
 ) -> argparse.ArgumentParser:
     """A parser of a run and, if asked for, the versions between which its batches are meant.
 
     Args:
-        find: the directory of the run that is named.
+        find: the run that is named, or its directory.
         more: of the parser, as `epilog`.
     """
     parser = argparse.ArgumentParser(prog=f"streamrl {command}", description=description, **more)

@@ -65,16 +65,15 @@ class Step:
 class Env(Protocol):
     """One episode at a time. Methods may be plain or `async`; plain ones run in a thread pool with a time limit.
 
-    Those that return within a millisecond are called on the actor's event loop instead, unless it is a `MayBlock`.
+    Those that return within a millisecond are called on the actor's event loop instead, unless it has an attribute
+    `may_block = True`: an environment, a `SingleTurnTask` or a reward that may wait for a network or another process.
     """
 
     def reset(self, record: Record) -> Sequence[ChatMessage] | Awaitable[Sequence[ChatMessage]]:
         """Start an episode of this prompt; returns the first messages, or an `InputText`."""
-        ...
 
     def step(self, action: str) -> Step | Awaitable[Step]:
         """Play the model's `action`."""
-        ...
 
 
 @runtime_checkable
@@ -85,15 +84,12 @@ class Task(Protocol):
 
     def num_records(self, split: str) -> int:
         """The number of prompts of `split` ("train" or "test")."""
-        ...
 
     def record(self, split: str, index: int) -> Record:
         """Prompt `index` of the split: a pure function of its arguments, JSON-serializable."""
-        ...
 
     def env(self) -> Env:
         """A fresh environment; one is made for each episode."""
-        ...
 
 
 @runtime_checkable
@@ -102,7 +98,6 @@ class HasTarget(Protocol):
 
     def target(self, record: Record) -> str | None:
         """A completion of this record that earns the full reward; None if none is known."""
-        ...
 
 
 @runtime_checkable
@@ -111,11 +106,9 @@ class KnowsAnswer(Protocol):
 
     def answer(self, record: Record) -> Any:
         """The record's own answer as it stands there; None if it has none."""
-        ...
 
     def answer_forms(self, record: Record) -> Sequence[str]:
         """Completions of which one should be paid, that of `target` first; none where the reward reads no answer."""
-        ...
 
 
 @runtime_checkable
@@ -124,11 +117,9 @@ class HasSetUp(Protocol):
 
     def set_up(self) -> None:
         """Called once by each actor before its first episode, in a thread and without a time limit."""
-        ...
 
     def tear_down(self) -> None:
         """Called when the actor ends, if it has the time."""
-        ...
 
 
 @runtime_checkable
@@ -144,7 +135,6 @@ class HasTargetTurns(Protocol):
 
     def target_turns(self, record: Record) -> Sequence[str]:
         """The texts after the prompt: the model's, the environment's, the model's, ...; the last is the model's."""
-        ...
 
 
 @runtime_checkable
@@ -153,7 +143,6 @@ class HasLastStep(Protocol):
 
     def last_step(self, action: str) -> Step | Awaitable[Step]:
         """Play that turn in place of `step`; `done` says whether the episode was over without the limit."""
-        ...
 
 
 @runtime_checkable
@@ -162,7 +151,6 @@ class HasCutStep(Protocol):
 
     def cut_step(self, action: str) -> Step | Awaitable[Step]:
         """After `step` with the same action, whose answer left no room for a turn: this step stands in its place."""
-        ...
 
 
 @runtime_checkable
@@ -174,7 +162,6 @@ class HasGroupStep(Protocol):
 
         `turns` are their environments and answers, this one's included. Members that failed before are not there.
         """
-        ...
 
 
 @runtime_checkable
@@ -183,15 +170,6 @@ class ReadsInputText(Protocol):
 
     def set_input_text(self, text: str) -> None:
         """Called after `reset` with the text that the model reads: the first messages through the chat template."""
-        ...
-
-
-@runtime_checkable
-class MayBlock(Protocol):
-    """Optional on an environment, a `SingleTurnTask` or a reward that may wait for a network or another process."""
-
-    may_block: bool
-    """True: its plain methods always run in threads, however quick they have been."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,23 +253,18 @@ class GenerationClient(Protocol):
             EpisodeFullError: no turn or no room is left.
             TaskError: an input that is none, or a sampling that is not the run's.
         """
-        ...
 
     def reward(self, value: float, turn: int = -1) -> None:
         """Reward a turn, by default the last one, in addition to the reward that the rollout returns at its end."""
-        ...
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around a wait that `env.step_timeout_s` does not count, as that for a free place of a server."""
-        ...
 
     def note_progress(self) -> None:
         """The episode is alive although nothing is generated; one that says nothing for long is played again."""
-        ...
 
     def session(self) -> AbstractAsyncContextManager[AgentSession]:
         """An address and a key with which a program calls `chat` over HTTP, until the block ends."""
-        ...
 
 
 @runtime_checkable
@@ -300,7 +273,6 @@ class DrivesGeneration(Protocol):
 
     async def rollout(self, record: Record, client: GenerationClient) -> Step:
         """Play one episode; the step's reward stands on the last turn."""
-        ...
 
 
 class RewardFunction(Protocol):
@@ -314,7 +286,6 @@ class RewardFunction(Protocol):
         self, record: Record, completion: str, prompt: Sequence[ChatMessage]
     ) -> float | Step | Awaitable[float | Step]:
         """The reward of a completion; `prompt` is the conversation before it."""
-        ...
 
 
 class SingleTurnTask:

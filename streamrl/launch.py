@@ -34,7 +34,7 @@ from streamrl.metrics.summary import Summary
 from streamrl.named_code import words_for_actors
 from streamrl.parent_watch import program
 from streamrl.processes import num_cores
-from streamrl.report.pages import write_pages
+from streamrl.report.index import write_pages
 from streamrl.run_dirs import LAUNCH_NOTE, choose_run_dir, launch_lock, name_or_path, note_start
 from streamrl.supervise.actors import ActorPool
 from streamrl.supervise.caller import Caller

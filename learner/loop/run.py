@@ -18,8 +18,7 @@ from learner.loop.steering import Steering
 from learner.model.adapter.base import AdapterOf
 from learner.model.gradients import BatchResult
 from learner.objective.plan import BatchPlan
-from learner.objective.statistics.step import StepStatistics
-from learner.objective.statistics.trained import TrainedBatch
+from learner.objective.statistics.step import StepStatistics, TrainedBatch
 from learner.publish.versions import Versions
 from learner.ranks.beats import RankBeats
 from learner.ranks.mesh import Ranks

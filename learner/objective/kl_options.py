@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from learner.objective.options import brings_no_ratio, in_range, need, one_of, unused
+from learner.objective.options import brings_no_ratio, need, one_of, unused
 from streamrl.algorithms import find_surrogate
 from streamrl.algorithms.controls import constraints
 from streamrl.algorithms.controls import kl_controllers as controllers
@@ -105,7 +105,6 @@ def check_regularizers(
     Raises ConfigError: names the setting, the value and the remedy.
     """
     distill = distill or DistillConfig()
-    in_range(kl=kl, reference=reference, entropy=entropy, constraint=constraint, distill=distill)
     if distill.teacher is None:
         names = ("coef", "center", "reward_weight")
         unused("distill", distill, names, "without a teacher: set distill.teacher to a model")

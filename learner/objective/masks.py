@@ -24,8 +24,6 @@ from streamrl.algorithms import apply_correction, lag_keep, log_ratios, opsm_kee
 from streamrl.algorithms.types import Correction, CorrectionSpec
 from streamrl.config.schema import LossConfig, OpsmWhen, VetoScope, VetoStat
 
-CAUSES = ("lag", "veto", "opsm", "zscore", "rejected")
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMasks:

@@ -13,7 +13,6 @@ import torch
 
 from streamrl.algorithms import Estimator, Surrogate, check_pairing, find_correction, find_estimator, find_surrogate
 from streamrl.algorithms.surrogates.aggregation import MODES as AVG_LEVELS
-from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import AdvantageBy, AdvantageConfig, LossConfig, Segment, VetoStat
 from streamrl.errors import ConfigError
 
@@ -75,7 +74,6 @@ def check_settings(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int
         steps_per_batch: optimizer steps on the same advantages.
     Raises ConfigError: names the setting, the value and the remedy.
     """
-    in_range(advantage=advantage, loss=loss)
     estimator, surrogate = find_estimator(advantage.estimator), find_surrogate(loss.surrogate)
     find_correction(loss.correction)
     one_of("advantage.baseline", advantage.baseline, BASELINES)
@@ -228,13 +226,6 @@ def _check_surrogate(loss: LossConfig, surrogate: Surrogate) -> None:
         f"loss.surrogate={name!r} takes a ratio that stays near 1; with loss.clip_low={loss.clip_low} and "
         f"loss.clip_high={loss.clip_high} it would never clip: set at most {surrogate.max_clip} (gspo: 3e-4 and 4e-4).",
     )
-
-
-def in_range(**sections: Any) -> None:
-    """Refuse the first value outside of the range that the schema declares for it."""
-    for name, config in sections.items():
-        for message in out_of_range(config, f"{name}."):
-            raise ConfigError(message)
 
 
 def unused(section: str, config: Any, names: Iterable[str], why: str) -> None:

@@ -20,11 +20,9 @@ from learner.objective.options import brings_no_ratio
 from learner.objective.token_batch import POLICY, REFERENCE, TEACHER, TokenBatch
 from streamrl.algorithms import behavior_penalty, kl_estimate, kl_loss, kl_shaped_rewards
 from streamrl.algorithms.checks import LOG_BOUND
-from streamrl.algorithms.controls.kl import LOSS_KINDS
+from streamrl.algorithms.controls.kl import K3_BOUND, LOSS_KINDS
 from streamrl.config.schema import ConstraintConfig, DistillConfig, EntropyConfig, KlConfig, LossConfig
 from streamrl.metrics.meter import Meter
-
-_K3_BOUND = 10.0  # where kl_estimate clamps k3
 
 
 class Regularizers:
@@ -153,7 +151,7 @@ def _measure_kl(meter: Meter, key: str, tokens: TokenBatch, reference: Tensor, k
     policy = tokens.policy.detach()
     k3 = kl_estimate(policy, reference, keep, kind="k3")
     weight = torch.where(keep, tokens.log_ratios.double().exp(), 0.0)
-    far = keep & ((policy - reference).abs() >= LOG_BOUND) | (k3 >= _K3_BOUND)
+    far = keep & ((policy - reference).abs() >= LOG_BOUND) | (k3 >= K3_BOUND)
     total, mass, num_far, count = torch.stack(
         [(weight * k3).sum(), weight.sum(), far.sum().double(), keep.sum().double()]
     ).tolist()

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from learner.data.trajectories import Trajectory
-from learner.objective.options import in_range
 from learner.objective.plan_tensors import exchange
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import domination_count, gdpo_advantages, hypervolume_contributions, overlong_penalty
@@ -147,7 +146,6 @@ def _with_reward(row: Trajectory, reward: float) -> Trajectory:
 
 
 def _check(objectives: ObjectivesConfig, overlong: OverlongConfig) -> None:
-    in_range(overlong=overlong)
     method, names = objectives.combine, sorted(objectives.components)
     if method not in METHODS:
         raise ConfigError(f"objectives.combine={method!r} is unknown: choose one of {', '.join(METHODS)}.")

@@ -139,8 +139,7 @@ class Retraining:
             trainer.networks.policy, run.ranks, trainer.with_wire_precision, share=1.0, seed=config.run.seed,
             max_lag=0, max_tokens=trainer.settings.max_tokens, redraws=self.draws_by_seed,
         )
-        agreements = Agreements()
-        agreements.begin(rows)
+        agreements = Agreements(rows)
         audit.published(run.version)
         audit.score(rows, agreements)
         for one in agreements.take(run.ranks):

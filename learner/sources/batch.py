@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from learner.data.trajectories import Trajectory
-from learner.objective.statistics.trained import TrainedBatch
+from learner.objective.statistics.step import TrainedBatch
 from streamrl.messages import BatchShare, PlanRow
 
 

@@ -8,7 +8,7 @@ from learner.data.shares import read_share
 from learner.data.trajectories import TrajectoryReader
 from learner.hub_client.link import HubLink
 from learner.objective.rewards import RewardRules
-from learner.objective.statistics.trained import TrainedBatch
+from learner.objective.statistics.step import TrainedBatch
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.sources.batch import Batch

@@ -11,7 +11,7 @@ from learner.data.shares import read_share
 from learner.data.trajectories import Trajectory, TrajectoryReader
 from learner.hub.ledger.tables.groups import HeldGroup, HeldMember
 from learner.hub.shared.plan import share_batch
-from learner.objective.statistics.trained import TrainedBatch
+from learner.objective.statistics.step import TrainedBatch
 from learner.ranks.mesh import Ranks
 from learner.sources.batch import Batch
 from streamrl.messages import BatchShare, GroupOrigin, PlanRow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from learner.data.trajectories import Trajectory, TrajectoryReader
-from learner.objective.statistics.trained import TrainedBatch
+from learner.objective.statistics.step import TrainedBatch
 from learner.sources.batch import Batch
 from streamrl.errors import ContentError
 from streamrl.messages import PlanRow

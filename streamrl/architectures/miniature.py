@@ -56,6 +56,24 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_la
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads")
 
 
+class ConfigKey:
+    """A model's configuration as a key, equal to another of the same class and text.
+
+    What depends on the architecture alone is checked once in a process.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.name = type(config).__name__.removesuffix("Config")
+        self._text = f"{self.name} {config.to_json_string(use_diff=False)}"
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ConfigKey) and self._text == other._text
+
+
 def miniature_config(config: Any) -> Any:
     """A copy of a text configuration with tiny sizes; its kinds of layers, rules and options are kept."""
     values = config.to_dict()

@@ -102,6 +102,3 @@ HUB_METRICS: list[Metric] = section(
 ) + section(
     ("hub/*", "count", "last", "Errors and refusals, counted by kind from the first on."),
 )
-
-BY_KIND = ("num_dropped_", "num_malformed_", "num_returned_", "num_wire_errors_")
-"""Beginnings of the members of `hub/*`."""

@@ -1,6 +1,6 @@
 """The numbers of one step as sums and counts, so that micro-batches and ranks of any size add up exactly.
 
-    micro-batches --add--> Meter (each rank) --totals_for_ranks--> merge (rank 0) --flush--> one dict per step
+    micro-batches --add--> Meter (each rank) --totals--> merge (every rank) --flush--> one dict per step
 
 The mean of two means is wrong as soon as their counts differ; nothing here divides before `flush`.
 """
@@ -8,10 +8,10 @@ The mean of two means is wrong as soon as their counts differ; nothing here divi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+import msgspec
 
 from streamrl.metrics.names import Reduction, lookup
 
@@ -19,8 +19,7 @@ PERCENTILES = {"lag/token": (("lag/token_p50", 0.5), ("lag/token_p99", 0.99))}
 """Histogram -> the keys derived from it when the step ends."""
 
 _BINNED = (Reduction.histogram, Reduction.mean_by_bin)
-_NUM_FIELDS = {Reduction.mean: 2, Reduction.std: 3, Reduction.ess: 3, Reduction.mean_by_bin: 2}
-"""Sums and counts that a value is held as; 1 of the others."""
+_DECODER = msgspec.msgpack.Decoder(dict[str, dict[int, list[float]]])
 
 
 class Meter:
@@ -91,34 +90,18 @@ class Meter:
         elif weight > 0:
             self._combine(key, Reduction.mean_by_bin, which, [float(value) * weight, float(weight)])
 
-    def totals_for_ranks(self) -> list[float]:
-        """Everything added so far as one self-describing list of floats, for an all-gather between ranks.
+    def totals(self) -> bytes:
+        """Everything added so far, for other ranks."""
+        return msgspec.msgpack.encode(self._held)
 
-        Lists of different ranks differ in length: pad them with zeros at the end, `merge` ignores the padding. Layout:
-        number of entries; for each, the key's length and code points, the number of values, and the values: rows of bin
-        and fields.
-        """
-        out = [float(len(self._held))]
-        for key, bins in self._held.items():
-            values = [x for which, fields in bins.items() for x in (float(which), *fields)]
-            out += [float(len(key)), *(float(ord(c)) for c in key), float(len(values)), *values]
-        return out
-
-    def merge(self, totals: Sequence[float] | np.ndarray) -> None:
-        """Add another rank's `totals_for_ranks()` to this meter."""
-        flat = np.asarray(totals, dtype=np.float64).tolist()
-        at = 1
-        for _ in range(int(flat[0])):
-            end = at + 1 + int(flat[at])
-            key = "".join(chr(int(c)) for c in flat[at + 1 : end])
-            values = flat[end + 1 : end + 1 + int(flat[end])]
-            at = end + 1 + len(values)
+    def merge(self, totals: bytes) -> None:
+        """Add another rank's `totals()` to this meter."""
+        for key, bins in _DECODER.decode(totals).items():
             reduction = lookup(key).reduction
             if reduction is Reduction.last and key in self._held:
                 continue
-            width = 1 + _NUM_FIELDS.get(reduction, 1)
-            for row in range(0, len(values), width):
-                self._combine(key, reduction, values[row], values[row + 1 : row + width])
+            for which, fields in bins.items():
+                self._combine(key, reduction, which, fields)
 
     def value(self, key: str) -> float | None:
         """The scalar that `flush` would give this key if the step ended now; None if it got no value."""

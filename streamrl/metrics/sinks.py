@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +26,15 @@ def dense_histogram(bins: Mapping[int, int]) -> tuple[list[int], list[int]]:
     """Counts and edges as numpy has them: bin k is from k to k + 1, and absent bins are zeros."""
     low, high = min(bins, default=0), max(bins, default=0)
     return [bins.get(k, 0) for k in range(low, high + 1)], list(range(low, high + 2))
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every setting of a configuration as plain values."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 @dataclass(frozen=True, slots=True)

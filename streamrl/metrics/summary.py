@@ -119,6 +119,7 @@ class Summary:
             (self.num_duplicates_dropped, "duplicates dropped"), (self.num_actor_restarts, "actor restarts"),
         ) if count)  # nothing of it happens in most runs
         stale = f", {self.num_groups_stale} stale" if self.num_groups_stale else ""
+        idle = self.learner_idle_fraction
         failures = [("failures", f"{self.num_episodes_failed} episodes failed: {self.first_failure or 'see the logs'}")]
         return [
             ("run", self.run or self.run_id),
@@ -135,7 +136,7 @@ class Summary:
             ("tokens trained", compact(self.trained_tokens)),
             ("tokens/s", f"{compact(self.tokens_per_s_train)} trained, "
                          f"{compact(self.tokens_per_s_generate)} generated"),
-            ("learner waited", waited_share(self.learner_idle_fraction)),
+            ("learner waited", f"{idle:.0%} of its time" if idle is not None else "-"),
             *([("bottleneck", self.diagnosis)] if self.diagnosis else []),
             *([("sandbox", f"level {self.sandbox_level}")] if self.sandbox_level else []),
             ("publish", f"{duration(self.publish_s_mean)} on average"),
@@ -172,11 +173,6 @@ def _longest(rows: Sequence[Mapping[str, Any]], key: str, holds: Callable[[float
     """The most values in a row for which this holds."""
     runs = groupby(series(rows, key)[1], key=holds)
     return max((len(list(values)) for held, values in runs if held), default=0)
-
-
-def waited_share(idle: float | None) -> str:
-    """`learner_idle` in words."""
-    return f"{idle:.0%} of its time" if idle is not None else "-"
 
 
 WEAK_SANDBOX = (

@@ -6,6 +6,7 @@ import math
 from html import escape
 from pathlib import Path
 
+from streamrl.metrics.eval_scores import score_errors
 from streamrl.metrics.run_record import RunRecord
 from streamrl.metrics.summary import last
 from streamrl.metrics.text import compact, duration
@@ -41,7 +42,7 @@ def run_text(record: RunRecord, directory: Path) -> str:
 def run_html(record: RunRecord, directory: Path) -> str:
     """The same lines, with the curves of evaluation and reward."""
     limits = shared_limits(record)
-    steps, scores, errors = headline.score_errors(record)
+    steps, scores, errors = score_errors(record.rows)
     every = max(1, math.ceil(len(steps) / MAX_POINTS))
     steps, scores, errors = steps[::every], scores[::every], errors[::every]
     evaluation = [Curve("score", steps, scores, dots=True, errors=errors if any(errors) else ())]
@@ -60,5 +61,5 @@ def _steps(record: RunRecord) -> str:
 
 
 def _evaluation(record: RunRecord) -> str:
-    scores = headline.score_errors(record)[1]
+    scores = score_errors(record.rows)[1]
     return f"{compact(scores[0])} → {compact(scores[-1])}, best {compact(max(scores))}" if scores else "none"

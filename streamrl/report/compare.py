@@ -15,13 +15,14 @@ from streamrl.metrics.diagnosis import learner_idle
 from streamrl.metrics.files import write_atomic
 from streamrl.metrics.ranking import Objective, Outcome, outcome
 from streamrl.metrics.run_record import RunRecord, read_run
+from streamrl.metrics.sinks import flat
 from streamrl.metrics.text import compact, duration, markdown_table, with_error
 from streamrl.report import headline
 from streamrl.report.charts.curve import Curve, noisy
 from streamrl.report.charts.figure import color_class
 from streamrl.report.charts.lines import line_chart
 from streamrl.report.page import axis_data, page, section, table, toolbar
-from streamrl.report.run_charts import Chart, charts, evaluation_curves
+from streamrl.report.run_charts import Chart, drawn_sections, evaluation_curves
 
 HEADER = ("run", "eval first", "eval last", "steps", "lag mean", "lag max", "wall", "trained tok/s", "generated tok/s",
           "learner waits")
@@ -29,6 +30,20 @@ TERMINAL_WIDTH = 80
 SET_SCORE = re.compile(r"eval/[^/]+/score")
 """The score of a set of `eval.datasets`."""
 MAX_DIFFERENCES = 40
+SMOOTH, AMOUNT = {"smoothed": True}, {"smoothed": True, "from_zero": True}
+CHARTS = (
+    ("Learning", "Reward", "reward", "reward/mean", SMOOTH),
+    ("Learning", "Response length", "tokens", "rollout/response_tokens/train", AMOUNT),
+    ("Staleness", "Mean token lag", "optimizer steps", "lag/token_mean", AMOUNT),
+    ("Staleness", "Largest head lag", "optimizer steps", "lag/head_max", {"from_zero": True}),
+    ("Staleness", "Effective sample size, token", "fraction", "ess/token", SMOOTH),
+    ("Staleness", "Drift from the behavior policy", "nats, log scale", "drift/k3", {"smoothed": True, "log": True}),
+    ("Speed", "Trained", "tokens/s", "throughput/train_tokens_per_s", AMOUNT),
+    ("Speed", "Generated", "tokens/s", "throughput/generate_tokens_per_s", AMOUNT),
+    ("Optimization", "Gradient norm", "norm", "policy/grad_norm", AMOUNT),
+    ("Optimization", "Entropy", "nats", "entropy/mean", AMOUNT),
+)
+"""Section, title, unit, metric, and how its curves are drawn."""
 ALWAYS_DIFFER = ("run.dir", "run.name", "run.root", "versions", "hub.bind")
 """Settings that differ between any two runs, and so are not compared."""
 
@@ -106,12 +121,7 @@ def comparison_page(records: Sequence[RunRecord], labels: Sequence[str], rows: S
     about = " · ".join(dict.fromkeys(
         part for record in records for part in (headline.task(record), headline.model(record)) if part))
     about += f"{' · ' if about else ''}ranked by {ranked_by}" if ranked_by else ""
-    parts = {
-        "Learning": learning(records, labels), "Staleness": staleness(records, labels), "Speed": speed(records, labels),
-        "Optimization": optimization(records, labels),
-    }
-    drawn = [(name.lower(), name, section(name.lower(), name, charts(figures))) for name, figures in parts.items()]
-    drawn = [part for part in drawn if part[2]]
+    drawn = drawn_sections(_sections(records, labels))
     notes = [(label, record.notes) for label, record in zip(labels, records, strict=True) if record.notes]
     note_text = "".join(f'<h3>{escape(label)}</h3><div class="message"><pre>{escape(note)}</pre></div>'
                         for label, note in notes)
@@ -126,22 +136,15 @@ def comparison_page(records: Sequence[RunRecord], labels: Sequence[str], rows: S
 
 def differing_settings(records: Sequence[RunRecord], labels: Sequence[str]) -> str:
     """A table of the settings that are not equal in all runs; empty if none differs."""
-    flat = [_flat(record.config) for record in records]
-    names = dict.fromkeys(name for settings in flat for name in settings)
+    of_runs = [dict(flat(record.config)) for record in records]
+    names = dict.fromkeys(name for settings in of_runs for name in settings)
     rows = []
     for name in names:
-        values = [str(settings.get(name, "-")) for settings in flat]
+        values = [str(settings.get(name, "-")) for settings in of_runs]
         if len(set(values)) > 1 and not name.startswith(ALWAYS_DIFFER):
             rows.append([f"<code>{escape(name)}</code>", *map(escape, values)])
     more = (f'<p class="small-print">and {len(rows) - MAX_DIFFERENCES} more</p>' if len(rows) > MAX_DIFFERENCES else "")
     return table(("setting", *labels), rows[:MAX_DIFFERENCES]) + more if rows else ""
-
-
-def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(settings, dict) or not settings:
-        return {prefix: settings} if prefix else {}
-    return {name: value for key, part in settings.items()
-            for name, value in _flat(part, f"{prefix}.{key}" if prefix else str(key)).items()}
 
 
 def _labels(records: Sequence[RunRecord]) -> list[str]:
@@ -210,36 +213,17 @@ def _legend(labels: Sequence[str]) -> str:
         f"{escape(label)}</label>" for i, label in enumerate(labels)) + "</div>"
 
 
-def learning(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
+def _sections(records: Sequence[RunRecord], labels: Sequence[str]) -> dict[str, list[Chart]]:
+    """The charts of each section; the evaluations come first, with their errors."""
     def evaluations(**more: Any) -> str:
         curves = [curve for run, (record, label) in enumerate(zip(records, labels, strict=True))
                   for curve in evaluation_curves(record, label, run)]
         return line_chart("Evaluation score", curves, x_label="step", y_label="score", legend=False, **more)
 
-    return [evaluations, _overlay(records, labels, "Reward", "reward", "reward/mean", smoothed=True),
-            _overlay(records, labels, "Response length", "tokens", "rollout/response_tokens/train", smoothed=True,
-                     from_zero=True)]
-
-
-def staleness(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
-    return [_overlay(records, labels, "Mean token lag", "optimizer steps", "lag/token_mean", smoothed=True,
-                     from_zero=True),
-            _overlay(records, labels, "Largest head lag", "optimizer steps", "lag/head_max", from_zero=True),
-            _overlay(records, labels, "Effective sample size, token", "fraction", "ess/token", smoothed=True),
-            _overlay(records, labels, "Drift from the behavior policy", "nats, log scale", "drift/k3", smoothed=True,
-                     log=True)]
-
-
-def speed(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
-    return [_overlay(records, labels, "Trained", "tokens/s", "throughput/train_tokens_per_s", smoothed=True,
-                     from_zero=True),
-            _overlay(records, labels, "Generated", "tokens/s", "throughput/generate_tokens_per_s", smoothed=True,
-                     from_zero=True)]
-
-
-def optimization(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
-    return [_overlay(records, labels, "Gradient norm", "norm", "policy/grad_norm", smoothed=True, from_zero=True),
-            _overlay(records, labels, "Entropy", "nats", "entropy/mean", smoothed=True, from_zero=True)]
+    found: dict[str, list[Chart]] = {"Learning": [evaluations]}
+    for section_name, title, unit, key, options in CHARTS:
+        found.setdefault(section_name, []).append(_overlay(records, labels, title, unit, key, **options))
+    return found
 
 
 def _overlay(records: Sequence[RunRecord], labels: Sequence[str], title: str, unit: str, key: str, *,

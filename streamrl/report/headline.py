@@ -8,8 +8,8 @@ from datetime import datetime
 from html import escape
 from pathlib import Path
 
-from streamrl.metrics import eval_scores
 from streamrl.metrics.diagnosis import diagnosis_of, learner_idle
+from streamrl.metrics.eval_scores import score_errors
 from streamrl.metrics.files import in_short
 from streamrl.metrics.run_record import RunRecord
 from streamrl.metrics.summary import Summary, last, warnings_of
@@ -69,16 +69,11 @@ def started(record: RunRecord) -> str:
         return ""
 
 
-def score_errors(record: RunRecord) -> tuple[list[int], list[float], list[float]]:
-    """Steps, scores and standard errors of the evaluations; see `streamrl.metrics.eval_scores`."""
-    return eval_scores.score_errors(record.rows)
-
-
 def tiles(record: RunRecord) -> str:
     """The results in large type."""
     rows, summary = record.rows, record.summary
     found: list[tuple[str, str, str]] = []
-    steps, scores, errors = score_errors(record)
+    steps, scores, errors = score_errors(record.rows)
     if scores and math.isfinite(scores[-1]):
         best = max(range(len(scores)), key=lambda i: (scores[i], -i))
         num = compact(last(rows, "eval/num_prompts", math.nan))

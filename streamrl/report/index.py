@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from streamrl.errors import RunNotFoundError
+from streamrl.errors import RunNotFoundError, StreamrlError
 from streamrl.metrics.files import if_it_can_be_written, in_short, text_of, write_atomic
 from streamrl.metrics.run_record import FAILURE, RunRecord, read_run
 from streamrl.metrics.summary import last
@@ -18,6 +19,8 @@ from streamrl.report import headline
 from streamrl.report.charts.curve import thin
 from streamrl.report.page import TRAIL_BEGIN, TRAIL_END, page, table
 from streamrl.report.report import write_report
+
+log = logging.getLogger(__name__)
 
 HEADER = ("run", "began", "steps", "wall", "evaluation", "best", "lag", "tokens/s", "")
 MAX_ROWS = 120
@@ -75,6 +78,17 @@ def write_index(root: str | os.PathLike[str], *, reports: bool = False) -> Path:
     out = root / "index.html"
     write_atomic(out, index_page(root, groups))
     return out
+
+
+def write_pages(run_dir: Path, root: Path | None, *, ended_well: bool) -> None:
+    """When a run has ended: its report, if its learner could not write it, and the index of the folder of runs."""
+    try:
+        if not ended_well and (run_dir / "metrics.jsonl").exists():
+            write_report(run_dir)
+        if root is not None and find_runs(root):
+            write_index(root)
+    except (OSError, StreamrlError, ValueError) as error:  # pages are never worth the exit status of a run
+        log.warning("a page could not be written: %s", error)
 
 
 def _record(path: Path) -> RunRecord:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from streamrl.metrics.eval_scores import score_errors
 from streamrl.metrics.run_record import RunRecord
 from streamrl.metrics.summary import total_histogram
 from streamrl.metrics.text import duration
@@ -15,7 +16,6 @@ from streamrl.report.charts.bars import category_bars, histogram
 from streamrl.report.charts.curve import Curve, noisy
 from streamrl.report.charts.lines import line_chart
 from streamrl.report.charts.shares import stacked_shares
-from streamrl.report.headline import score_errors
 from streamrl.report.page import section
 
 LEARNER_TIMES = ("wait", "pack", "logprobs", "values", "score", "advantages", "forward_backward", "optimizer", "critic",
@@ -25,10 +25,14 @@ Chart = Callable[..., str]
 
 def chart_sections(record: RunRecord) -> list[tuple[str, str, str]]:
     """(anchor, title, HTML) of every section that has a chart."""
-    sections = {
+    return drawn_sections({
         "Learning": learning(record), "Staleness": staleness(record), "Speed": speed(record),
         "Optimization": optimization(record), "System": system(record),
-    }
+    })
+
+
+def drawn_sections(sections: Mapping[str, Sequence[Chart]]) -> list[tuple[str, str, str]]:
+    """(anchor, title, HTML) of each section by its title; those without a chart are left out."""
     drawn = [(title.lower(), title, section(title.lower(), title, charts(figures)))
              for title, figures in sections.items()]
     return [found for found in drawn if found[2]]
@@ -150,7 +154,7 @@ def system(record: RunRecord) -> list[Chart]:
 
 
 def evaluation_curves(record: RunRecord, name: str = "score", run: int = 0) -> list[Curve]:
-    steps, scores, errors = score_errors(record)
+    steps, scores, errors = score_errors(record.rows)
     return [Curve(name, steps, scores, run, dots=True, errors=errors if any(errors) else (), run=run)] if steps else []
 
 
@@ -162,7 +166,7 @@ def shared_limits(record: RunRecord) -> tuple[float, float] | None:
 
 def _error_note(record: RunRecord) -> str:
     nums = record.series("eval/num_prompts")[1]
-    return f"bars: ± 1 standard error, n = {nums[-1]:.0f}" if nums and any(score_errors(record)[2]) else ""
+    return f"bars: ± 1 standard error, n = {nums[-1]:.0f}" if nums and any(score_errors(record.rows)[2]) else ""
 
 
 def _line(record: RunRecord, title: str, unit: str, keys: Mapping[str, str], *, smoothed: bool = True,

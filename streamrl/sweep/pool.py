@@ -5,15 +5,44 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from streamrl.launch import EXIT_INTERRUPTED
 from streamrl.metrics.ranking import Objective
 from streamrl.metrics.run_record import read_run
 from streamrl.metrics.text import compact
 from streamrl.sweep.job import Job, JobProcess, is_done
-from streamrl.sweep.sources import Source
 
 POLL_S = 0.2
+
+
+class Source(Protocol):
+    """Jobs one by one, by their numbers: a `Grid`, or a search whose next job follows from the results so far."""
+
+    def next(self) -> tuple[int, tuple[str, ...]] | None:
+        """Number of the next job and the words that are its own; None when there are no more."""
+
+    def should_prune(self, number: int, step: int, value: float) -> bool:
+        """Whether a job with this value at this step is to be stopped."""
+
+    def tell(self, number: int, value: float | None, *, pruned: bool) -> None:
+        """A job has ended; without a value it has failed."""
+
+
+class Grid:
+    """Every combination once; none is pruned."""
+
+    def __init__(self, combinations: Sequence[Sequence[str]]) -> None:
+        self._left = [(number, tuple(words)) for number, words in enumerate(combinations)]
+
+    def next(self) -> tuple[int, tuple[str, ...]] | None:
+        return self._left.pop(0) if self._left else None
+
+    def should_prune(self, number: int, step: int, value: float) -> bool:
+        return False
+
+    def tell(self, number: int, value: float | None, *, pruned: bool) -> None:
+        pass
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,9 @@ from streamrl.metrics.ranking import Objective, Outcome, outcome
 from streamrl.metrics.run_record import RunRecord, is_run, read_run
 from streamrl.processes import num_cores
 from streamrl.report.compare import write_comparison
-from streamrl.report.pages import write_pages
+from streamrl.report.index import write_pages
 from streamrl.sweep.job import make_job
-from streamrl.sweep.pool import Pool
-from streamrl.sweep.share import describe, shares
-from streamrl.sweep.sources import Grid, Source
+from streamrl.sweep.pool import Grid, Pool, Source
 from streamrl.sweep.study import GRID, Search, check_search
 
 
@@ -60,6 +58,36 @@ def launch_sweep(typed: Sequence[str]) -> int:
         print(f"\nStopped. Resume the sweep with:\n  {resume_command(typed, directory)}", flush=True)
         return EXIT_INTERRUPTED
     return int(not all(outcome(record) in (Outcome.finished, Outcome.pruned) for record in records))
+
+
+def shares(num_jobs: int, cores: int, gpus: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """Environment variables for each of the places in which jobs run; nothing is limited for one job alone.
+
+    GPUs are dealt in turn: with fewer GPUs than jobs several jobs get the same one.
+    """
+    if num_jobs == 1:
+        return [{}]
+    threads = max(1, cores // num_jobs)
+    given = environment.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        threads = min(threads, int(given))
+    return [
+        {"OMP_NUM_THREADS": str(threads), **_visible(place, num_jobs, gpus)} for place in range(num_jobs)
+    ]
+
+
+def _visible(place: int, num_jobs: int, gpus: Sequence[str]) -> dict[str, str]:
+    if not gpus:
+        return {}
+    own = gpus[place::num_jobs] or [gpus[place % len(gpus)]]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+
+
+def describe(places: Sequence[Mapping[str, str]]) -> str:
+    """Describe for the terminal what jobs that run at once get."""
+    threads = f"{len(places)} runs at once with OMP_NUM_THREADS={places[0]['OMP_NUM_THREADS']} each"
+    gpus = [place["CUDA_VISIBLE_DEVICES"] for place in places if "CUDA_VISIBLE_DEVICES" in place]
+    return f"{threads}, on GPUs {' / '.join(gpus)}" if gpus else threads
 
 
 def resume_command(typed: Sequence[str], directory: Path) -> str:

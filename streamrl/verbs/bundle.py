@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from streamrl.commands import parser_of
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import ControlError
@@ -31,18 +31,17 @@ INPUTS = ("env.path", "data.path", "data.test_path")
 
 
 def bundle(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="streamrl bundle", description="Write one file with which others can verify a run: settings, versions of "
-        "packages, the log of all that was trained on, metrics, evaluations, report. It holds prompts and answers.",
-        epilog="Then: streamrl verify FILE",
+    parser = parser_of(
+        "bundle", "Write one file with which others can verify a run that has ended: settings, versions of packages, "
+        "the log of all that was trained on, metrics, evaluations, report. It holds prompts and answers.",
+        find=find_run, epilog="Then: streamrl verify FILE",
     )
-    parser.add_argument("run", help="a run directory, or the name of one in runs/; it has ended")
     parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="by default RUN.bundle.tar here")
     parser.add_argument("--with-model", action="store_true", help="with the starting model, however large it is")
     parser.add_argument("--with-checkpoints", action="store_true", help="with all checkpoints: steps are verified "
                         "from the nearest one, not from the beginning")
     given = parser.parse_args(words)
-    run = find_run(given.run)
+    run = given.run
     if run.has_hub or run.has_launcher:
         raise ControlError(f"{run.name} is running: a bundle is of a run that has ended; let it finish or stop it")
     out = given.out or Path(f"{run.name}.bundle.tar")

@@ -5,27 +5,27 @@ from __future__ import annotations
 import os
 import shlex
 
+from streamrl.commands import parser_of
 from streamrl.errors import ControlError
 from streamrl.metrics.run_record import starts_of
 from streamrl.parent_watch import program
 from streamrl.run_dirs import has_learner
 from streamrl.verbs.runs import NamedRun, find_run
 
-USAGE = """streamrl resume RUN [key=value ...]    go on with a run from its newest good checkpoint
-
-  RUN          a run directory, or its name in runs/
-  key=value    settings that replace those of the run, such as trainer.num_steps=400
-
-It repeats the command that the run was last started with, streamrl launch or streamrl learner, in its run directory."""
 SET_HERE = ("run.dir", "checkpoint.resume")
 
 
 def resume(words: list[str]) -> int:
     """Become the command that goes on with the run. Raises ControlError: no such run, or it runs."""
-    if not words or "=" in words[0]:
-        raise ControlError(f"expected RUN, got {words[0] if words else 'nothing'}\n\n{USAGE}")
-    run = find_run(words[0])
-    command = command_of(run, words[1:])
+    parser = parser_of(
+        "resume", "Go on with a run from its newest good checkpoint, by the command that it was last started with, "
+        "streamrl launch or streamrl learner, in its run directory.", find=find_run,
+    )
+    parser.add_argument("words", nargs="*", metavar="key=value",
+                        help="settings that replace those of the run, such as trainer.num_steps=400")
+    given = parser.parse_args(words)
+    run = given.run
+    command = command_of(run, given.words)
     if not (run.path / "LATEST").exists():
         print(f"{run.name} has no checkpoint yet: it starts from version 0")
     print(shlex.join(["streamrl", *command]), flush=True)

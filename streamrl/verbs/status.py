@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from streamrl.commands import parser_of
 from streamrl.errors import ControlError
 from streamrl.messages.printable import printable
 from streamrl.transport.control import ask
 from streamrl.verbs.runs import NamedRun, find_run
-from streamrl.verbs.words import arguments
-
-USAGE = """streamrl status RUN    what every process of a run does or waits for, in one sentence each
-
-  RUN    a run directory, or its name in runs/
-
-Give it on the machine of the learner, as the user who started the run. Actors on other machines are listed too."""
 
 
 def status(words: list[str]) -> int:
     """Print the state of a run; returns 0 whether it runs or is over."""
-    (word,) = arguments(words, USAGE, "RUN")
-    run = find_run(word)
+    run = parser_of(
+        "status", "Tell what every process of a run does or waits for, in one sentence each. Give it on the machine of "
+        "the learner, as the user who started the run. Actors on other machines are listed too.", find=find_run,
+    ).parse_args(words).run
     if not run.has_hub and not run.has_launcher:
         print(f"{run.name} is over: {run.how_it_ended()}")
         return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.commands import parser_of
 from streamrl.errors import ControlError
 from streamrl.messages.printable import printable
 from streamrl.run_dirs import find_run_dir
@@ -40,7 +41,7 @@ TELL_EVERY = 10_000
 def stream(words: list[str]) -> int:
     """Print the records that are asked for, or export the answers of the groups."""
     given = _parser().parse_args(words)
-    run_dir = find_run_dir(given.run)
+    run_dir = given.run
     wanted = Wanted(
         versions=_range("--version", given.version, int), actor=given.actor, outcome=given.outcome,
         rewards=_range("--reward", given.reward, float),
@@ -163,12 +164,11 @@ def _range(option: str, word: str | None, kind: type) -> tuple | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="streamrl stream", usage="streamrl stream RUN [option ...]",
-        description="Print what a run's log holds, one line a record, or export the answers of its groups.",
+    parser = parser_of(
+        "stream", "Print what a run's log holds, one line a record, or export the answers of its groups.",
+        find=find_run_dir, usage="streamrl stream RUN [option ...]",
         epilog="An option on groups (--actor, --outcome, --reward) leaves out all other records.",
     )
-    parser.add_argument("run", metavar="RUN", help="a run directory, or its name in runs/")
     parser.add_argument("--version", metavar="A..B", help="of these versions; of groups: that sampled a token")
     parser.add_argument("--actor", metavar="ID", help="groups of this actor")
     parser.add_argument("--outcome", choices=OUTCOMES, help="groups that ended so; stale ones were refused")

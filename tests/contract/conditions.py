@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from streamrl.algorithms.surrogates.registry import ESTIMATOR_ENTRIES
-from streamrl.metrics.hub_names import BY_KIND
 from streamrl.metrics.names import METRICS, lookup
 
 Settings = Mapping[str, Any]
@@ -16,6 +15,8 @@ CRITIC_ESTIMATORS = {name for name, one in ESTIMATOR_ENTRIES.items() if one.need
 TRACE_ESTIMATORS = {
     name for name, one in ESTIMATOR_ENTRIES.items() if {"lam", "c_bar"} <= set(one.knobs) and not one.of_segments
 }
+BY_KIND = ("num_dropped_", "num_malformed_", "num_returned_", "num_wire_errors_")
+"""Beginnings of the members of `hub/*`."""
 
 
 def _kl(s: Settings) -> bool:

@@ -169,7 +169,6 @@ REMEDIES: dict[str, str] = {
     "a control request is an object with a verb": "`docs/running.md` lists the commands",
     " is over: ": "it says how it ended, and how to go on",
     "its hub does not listen yet": "try again in a moment",
-    "takes a number of seconds, from 0": "a number in that range",
     " is connected…": "take a name that `streamrl status RUN` lists",
     # settings
     "cannot be read as settings": "fix the YAML; the place follows",

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from actors.engines.native.attention import ATTENTION_NAME, Prompt
 from actors.engines.native.forward import Forward
-from streamrl.architectures.config_key import ConfigKey
-from streamrl.architectures.miniature import build_miniature, check_rows, rows_for
+from streamrl.architectures.miniature import ConfigKey, build_miniature, check_rows, rows_for
 from streamrl.architectures.refusals import why_refused
 from streamrl.architectures.rope import fix_rope, original_length
 from streamrl.errors import EngineError

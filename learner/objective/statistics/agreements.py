@@ -24,17 +24,17 @@ class _Sums:
 
 
 class Agreements:
-    """The agreements of one batch: of its passes, which cost nothing, and of audits."""
+    """The agreements of one batch: of its passes, which cost nothing, and of audits.
 
-    def __init__(self) -> None:
-        self._rows: Sequence[Trajectory] = ()
+    Args:
+        rows: the trajectories of the batch on this rank.
+    """
+
+    def __init__(self, rows: Sequence[Trajectory]) -> None:
+        self._rows = rows
         self._measured: set[int] = set()
         self._sums: dict[tuple[int, str, int], _Sums] = {}
         self.mismatches: dict[int, Tensor] = {}  # place of an audited row -> log pi_v - log mu of its tokens, [A]
-
-    def begin(self, rows: Sequence[Trajectory]) -> None:
-        """A batch with these trajectories on this rank; what was not taken is forgotten."""
-        self._rows, self._measured, self._sums, self.mismatches = rows, set(), {}, {}
 
     def measure(self, tokens: TokenBatch) -> None:
         """A pass over some of them; each counts once, as it is first trained on."""

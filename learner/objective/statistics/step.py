@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from learner.model.critic import CriticResult
+from learner.model.gradients import BatchResult
 from learner.objective.loss import LossTerms
 from learner.objective.plan import BatchPlan
 from learner.objective.statistics.agreements import Agreements
@@ -25,6 +28,16 @@ from learner.ranks.mesh import Ranks
 from streamrl.metrics.meter import Meter
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedBatch:
+    """The result of a batch: measurements of all its optimizer steps, their results, the critic's, and statistics."""
+
+    measured: Meter
+    result: BatchResult
+    statistics: StepStatistics
+    critic: CriticResult | None = None
+
+
 class StepStatistics:
     """This rank's measurements of one batch, an optimizer step at a time; the first step begins with the object.
 
@@ -38,8 +51,7 @@ class StepStatistics:
     def __init__(self, plan: BatchPlan, ranks: Ranks, shadows: Sequence[Shadow] = ()) -> None:
         self._plan, self._ranks, self._shadows = plan, ranks, shadows
         self._scored = plan
-        self.agreements = Agreements()
-        self.agreements.begin(plan.recorded)
+        self.agreements = Agreements(plan.recorded)
         self._watched: Collection[int] = ()
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self.begin_step(0)
@@ -90,7 +102,7 @@ class StepStatistics:
         self._unmeasured = []
         # Sums and counts are gathered, never means: ranks train different numbers of tokens.
         total = Meter()
-        for totals in self._ranks.gather(self._meter.totals_for_ranks()):
+        for totals in self._ranks.gather_bytes(self._meter.totals()):
             total.merge(totals)
         return total
 

@@ -25,7 +25,7 @@ from streamrl.algorithms.estimators.ratios import differentiable_log_ratios
 
 __all__ = ["kl_estimate", "kl_loss", "kl_shaped_rewards"]
 
-_K3_BOUND = 10.0
+K3_BOUND = 10.0
 LOSS_KINDS = ("k2_is", "k1_is", "k3_is", "k2", "k3", "k1+", "k3+")
 
 
@@ -42,7 +42,7 @@ def kl_estimate(policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tenso
         return only(mask, x)
     if kind == "k2":
         return only(mask, x.square() / 2)
-    return only(mask, (torch.expm1(-x) + x).clamp(-_K3_BOUND, _K3_BOUND))
+    return only(mask, (torch.expm1(-x) + x).clamp(-K3_BOUND, K3_BOUND))
 
 
 def kl_loss(

@@ -216,46 +216,28 @@ def reinforce_pp_baseline_advantages(
 
 @torch.no_grad()
 def group_advantages(
-    scores: Tensor, group_ids: Tensor, *, baseline: str = "leave_one_out", scale: str = "none", eps: float = 1e-6,
-    weights: Tensor | None = None, min_ess: float = 2.0, square_norms: Tensor | None = None,
-    moments: Moments | None = None,
+    scores: Tensor, group_ids: Tensor, *, baseline: str = "leave_one_out", scale: str = "none", eps: float = 1e-6
 ) -> Tensor:
     """`(score - baseline) / scale` per row, [B]: the estimator `group`.
 
     Args:
-        baseline: "none", "group_mean", "leave_one_out" (importance-weighted if `weights` is given) or "opob" (needs
-            `weights` and `square_norms`).
+        baseline: "none", "group_mean" or "leave_one_out".
         scale: "none", "std" (of the group, plus eps) or "batch_std" (of the centered scores over the batch, plus eps).
-        moments: of the centered scores over the whole optimizer batch, for "batch_std" when this is a part of it.
     """
     require(scale in ("none", "std", "batch_std"), f"scale={scale!r} must be one of none, std, batch_std")
-    centered = scores.double() - _baseline(scores.double(), group_ids, baseline, weights, min_ess, square_norms)
+    centered = scores.double() - _baseline(scores.double(), group_ids, baseline)
     if scale == "std":
         centered = centered / (_centered(scores, group_ids)[1] + eps)
-    elif scale == "batch_std":
-        centered = centered / (_row_std(centered, moments) + eps)
+    elif scale == "batch_std" and centered.numel():
+        centered = centered / (_centered_in(centered, _grouping(torch.zeros_like(centered)))[1] + eps)
     return centered.to(float_dtype(scores))
 
 
-def _baseline(
-    scores: Tensor, group_ids: Tensor, name: str, weights: Tensor | None, min_ess: float, square_norms: Tensor | None
-) -> Tensor:
+def _baseline(scores: Tensor, group_ids: Tensor, name: str) -> Tensor:
     check_alike(scores=scores, group_ids=group_ids)
     if name == "none":
         return torch.zeros_like(scores)
     if name == "group_mean":
         return group_mean(scores, group_ids)
-    if name == "leave_one_out":
-        return leave_one_out(scores, group_ids, weights=weights, min_ess=min_ess)
-    require(name == "opob", f"baseline={name!r} must be one of none, group_mean, leave_one_out, opob")
-    if weights is None or square_norms is None:
-        raise ValueError("baseline='opob' needs weights and square_norms")
-    return opob(scores, group_ids, weights, square_norms)
-
-
-def _row_std(centered: Tensor, moments: Moments | None) -> Tensor:
-    """Unbiased std over rows, from the given moments or this batch."""
-    if moments is None:
-        return _centered_in(centered, _grouping(torch.zeros_like(centered)))[1] if centered.numel() else centered
-    variance = moments.total_squares - moments.total * moments.total / max(float(moments.count), 1.0)
-    return torch.as_tensor(variance).clamp(min=0.0).div(max(float(moments.count) - 1.0, 1.0)).sqrt()
+    require(name == "leave_one_out", f"baseline={name!r} must be one of none, group_mean, leave_one_out")
+    return leave_one_out(scores, group_ids)

@@ -210,7 +210,7 @@ class Estimator(Entry):
 
 
 ESTIMATOR_ENTRIES: Mapping[str, Estimator] = MappingProxyType({
-    "group": Estimator(group_advantages, fixed=("eps", "weights", "min_ess", "square_norms")),
+    "group": Estimator(group_advantages, fixed=("eps",)),
     "reinforce_pp": Estimator(reinforce_pp_advantages, whitens=True),
     "vtrace": Estimator(vtrace),
     "vtrace_segments": Estimator(vtrace_segments),

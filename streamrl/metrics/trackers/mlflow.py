@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from streamrl.metrics.samples import Sample
-from streamrl.metrics.sinks import Row, Sink, TrackedRun
+from streamrl.metrics.sinks import Row, Sink, TrackedRun, flat
 from streamrl.metrics.trackers.sample_tables import COLUMNS, rows_of
 
 _RUN_ID = "streamrl.run_id"
@@ -48,7 +48,7 @@ class MlflowSink(Sink):
         self._client.log_dict(self._run_id, dict(config), "config.json")
         if self._resumed:  # parameters cannot be changed
             return
-        params = [Param(name, str(value)[:_MAX_CHARS]) for name, value in _flat(config)]
+        params = [Param(name, str(value)[:_MAX_CHARS]) for name, value in flat(config)]
         for at in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._run_id, params=params[at : at + _MAX_PARAMS])
 
@@ -72,11 +72,3 @@ class MlflowSink(Sink):
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

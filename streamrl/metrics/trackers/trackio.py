@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from streamrl.metrics.samples import Sample
-from streamrl.metrics.sinks import Row, Sink, TrackedRun, dense_histogram
-from streamrl.metrics.trackers.sample_tables import COLUMNS, rows_of
+from streamrl.metrics.sinks import Sink, TrackedRun
+from streamrl.metrics.trackers.wandb import WandbSink
 
 
 def open_trackio(run: TrackedRun) -> Sink:
@@ -18,23 +17,18 @@ def open_trackio(run: TrackedRun) -> Sink:
     return TrackioSink(trackio, run)
 
 
-class TrackioSink(Sink):
+class TrackioSink(WandbSink):
     """One trackio run; it begins with the configuration, which trackio takes nowhere else."""
 
     def __init__(self, trackio: Any, run: TrackedRun) -> None:
-        self._trackio, self._of, self._run = trackio, run, None
+        super().__init__(trackio, None, online=False)
+        self._of = run
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        self._run = self._trackio.init(
+        self._run = self._library.init(
             project=self._of.project, name=self._of.run_dir.resolve().name, config=dict(config), resume="allow",
             embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )
-
-    def log_metrics(self, step: int, metrics: Row) -> None:
-        self._run.log({key: self._value(value) for key, value in metrics.items() if key != "step"}, step=step)
-
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        self._run.log({"samples": self._trackio.Table(columns=list(COLUMNS), data=rows_of(samples))}, step=step)
 
     def where(self) -> str:
         from trackio.utils import TRACKIO_DIR
@@ -43,9 +37,4 @@ class TrackioSink(Sink):
 
     def close(self) -> None:
         if self._run is not None:
-            self._run.finish()
-
-    def _value(self, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return self._trackio.Histogram(np_histogram=dense_histogram(value))
+            super().close()

@@ -25,10 +25,10 @@ def open_wandb(run: TrackedRun) -> Sink:
 
 
 class WandbSink(Sink):
-    """One wandb run; `open_wandb` opens it."""
+    """One run of wandb, or of a library with its interface; `open_wandb` opens it."""
 
-    def __init__(self, wandb: Any, run: Any, *, online: bool) -> None:
-        self._wandb, self._run, self._online = wandb, run, online
+    def __init__(self, library: Any, run: Any, *, online: bool) -> None:
+        self._library, self._run, self._online = library, run, online
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._run.config.update(dict(config), allow_val_change=True)
@@ -37,7 +37,7 @@ class WandbSink(Sink):
         self._run.log({key: self._value(value) for key, value in metrics.items() if key != "step"}, step=step)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        self._run.log({"samples": self._wandb.Table(columns=list(COLUMNS), data=rows_of(samples))}, step=step)
+        self._run.log({"samples": self._library.Table(columns=list(COLUMNS), data=rows_of(samples))}, step=step)
 
     def where(self) -> str:
         if self._online:
@@ -51,4 +51,4 @@ class WandbSink(Sink):
     def _value(self, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        return self._wandb.Histogram(np_histogram=dense_histogram(value))
+        return self._library.Histogram(np_histogram=dense_histogram(value))

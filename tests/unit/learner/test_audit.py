@@ -82,12 +82,12 @@ def audit_of(policy, config, *, redraws: bool = True) -> Audit:
 
 def audited(path, groups, *, share: float = 1.0, kept: int = VERSION, redraws: bool = True):
     """Sums over what a policy that has moved on since finds: tokens, mean difference, tokens drawn, others."""
-    policy, agreements, rows = load_policy(path), Agreements(), rows_of(groups)
+    policy, rows = load_policy(path), rows_of(groups)
     audit = audit_of(policy, config_of(share), redraws=redraws)
     audit.published(kept)
     move_on(policy)
     before = [parameter.clone() for parameter in policy.parameters()]
-    agreements.begin(rows)
+    agreements = Agreements(rows)
     audit.score(rows, agreements)
     assert all(torch.equal(old, new) for old, new in zip(before, policy.parameters(), strict=True))
     found = agreements.take(Ranks())
@@ -139,12 +139,12 @@ def test_wrong_logprobs_and_draws_of_other_seeds_are_found(sampled):
 
 def test_an_audit_keeps_the_signed_mismatch_of_each_token(sampled):
     path, groups = sampled
-    policy, agreements = load_policy(path), Agreements()
+    policy = load_policy(path)
     rows = [replace(row, logprobs=row.logprobs - np.float32(0.25) * row.mask) for row in rows_of(groups)]
     audit = audit_of(policy, config_of())
     audit.published(VERSION)
     move_on(policy)
-    agreements.begin(rows)
+    agreements = Agreements(rows)
     audit.score(rows, agreements)
 
     assert sorted(agreements.mismatches) == list(range(len(rows)))
@@ -154,8 +154,8 @@ def test_an_audit_keeps_the_signed_mismatch_of_each_token(sampled):
 
 
 def test_a_learner_in_trouble_says_nothing_of_its_actors(sampled):
-    agreements, rows = Agreements(), rows_of(sampled[1])
-    agreements.begin(rows)
+    rows = rows_of(sampled[1])
+    agreements = Agreements(rows)
     agreements.add(rows[0], 0, 5, float("nan"))
     agreements.add(rows[1], 0, 5, 1.0)
     assert [(one.num_tokens, one.difference) for one in agreements.take(Ranks())] == [(5, 0.2)]
@@ -171,10 +171,10 @@ def test_only_a_version_that_is_kept_is_audited(sampled):
 def test_a_version_is_kept_until_nothing_of_it_can_be_trained(sampled):
     path, groups = sampled
     config = load_config([*CONFIG, "trust.audit_share=1", "staleness.eta=1", "staleness.num_lookahead_groups=0"])
-    audit, agreements, rows = audit_of(load_policy(path), config), Agreements(), rows_of(groups)
+    audit, agreements, rows = audit_of(load_policy(path), config), Agreements(rows_of(groups)), rows_of(groups)
     for version, found in ((VERSION, True), (VERSION + 1, True), (VERSION + 2, False)):
         audit.published(version)
-        agreements.begin(rows)
+        agreements = Agreements(rows)
         audit.score(rows, agreements)
         assert bool(agreements.take(Ranks())) == found
 

@@ -12,7 +12,7 @@ import torch
 from envs.registry import task_of
 from learner.loop.train import train
 from learner.model.paths import model_directory
-from learner.objective.statistics.trained import TrainedBatch
+from learner.objective.statistics.step import TrainedBatch
 from learner.ranks.activity import Activity
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks

@@ -119,7 +119,7 @@ def test_counters_of_the_hub_are_taken_under_their_own_names():
     assert meter.flush(1) == {"step": 1, "hub/num_groups_leased": 4.0, "hub/num_wire_errors_digest": 1.0}
 
 
-def test_ranks_merged_through_padded_float_lists_equal_one_meter_that_saw_everything():
+def test_ranks_merged_equal_one_meter_that_saw_everything():
     rng = np.random.default_rng(11)
     alone, ranks = Meter(), [Meter() for _ in range(3)]
     for i in range(300):
@@ -134,14 +134,9 @@ def test_ranks_merged_through_padded_float_lists_equal_one_meter_that_saw_everyt
             meter.add_at("drift/m2_by_lag", i % 3, 0.01 * i)
     rng.shuffle(ranks)
 
-    totals = [meter.totals_for_ranks() for meter in ranks]
-    longest = max(map(len, totals))
-    gathered = np.zeros((3, longest))
-    for i, flat in enumerate(totals):
-        gathered[i, : len(flat)] = flat
     merged = Meter()
-    for flat in gathered:
-        merged.merge(flat)
+    for meter in ranks:
+        merged.merge(meter.totals())
 
     got, want = merged.flush(1), alone.flush(1)
     assert set(got) == set(want)
@@ -155,6 +150,6 @@ def test_of_several_ranks_the_last_value_of_the_first_one_is_kept():
     second.add("run/version", 9)
     second.add("policy/lr", 0.1)
 
-    first.merge(second.totals_for_ranks())
+    first.merge(second.totals())
 
     assert first.flush(1) == {"step": 1, "run/version": 5.0, "policy/lr": 0.1}

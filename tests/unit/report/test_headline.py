@@ -52,7 +52,7 @@ def test_the_standard_error_is_that_of_a_share_unless_a_measured_one_is_there():
             {"step": 2, "eval/score": 0.5, "eval/num_prompts": 100.0, "eval/score_stderr": 0.01},
             {"step": 3, "eval/score": -3.0, "eval/num_prompts": 100.0}, {"step": 4, "eval/score": 0.5}]
 
-    assert headline.score_errors(record_of(rows))[2] == pytest.approx([0.05, 0.01, 0.0, 0.0])
+    assert headline.score_errors(rows)[2] == pytest.approx([0.05, 0.01, 0.0, 0.0])
 
 
 def test_bookkeeping_that_is_zero_is_left_out_and_failures_are_not(make_run):

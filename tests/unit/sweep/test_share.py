@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.sweep.share import shares
+from streamrl.sweep.sweep import shares
 
 
 def test_one_job_alone_is_not_limited():

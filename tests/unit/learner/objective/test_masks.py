@@ -16,7 +16,7 @@ from learner.model.networks import Networks
 from learner.model.policy import load_policy
 from learner.model.reference import FrozenPolicy
 from learner.objective.lag_policy import LagPolicy
-from learner.objective.masks import CAUSES, token_masks
+from learner.objective.masks import token_masks
 from learner.objective.objective import Objective
 from learner.objective.token_batch import PassOutputs
 from learner.trainer import Trainer, TrainerSettings
@@ -60,7 +60,7 @@ def test_each_guard_removes_its_tokens_and_says_so():
 
 
 def test_what_every_guard_removes_has_a_metric():
-    for cause in CAUSES:
+    for cause in ("lag", "veto", "opsm", "zscore", "rejected"):
         assert lookup(f"keep/{cause}").reduction is Reduction.mean
 
 
@@ -197,8 +197,6 @@ def test_every_correction_preset_trains_with_the_surrogate_it_is_made_for(name):
         ({"opsm_when": OpsmWhen.over_budget}, "does nothing without loss.opsm_delta"),
         ({"veto_scope": VetoScope.suffix}, "does nothing without loss.veto_low"),
         ({"veto_low": 0.1, "veto_stat": VetoStat.mean, "veto_kl": 0.1}, "looks at no single token"),
-        ({"opsm_delta": -1.0}, "loss.opsm_delta=-1.0"),
-        ({"zscore_bound": 0.0}, "loss.zscore_bound"),
         ({"ewma_decay": 1.0}, "loss.ewma_decay"),
         ({"surrogate": "tis", "options": {"budget": 1.0}}, "takes there"),
         ({"surrogate": "ppo_clip", "options": {"eps_low": 0.3}}, "takes there"),

@@ -458,10 +458,8 @@ def test_a_plan_that_does_not_match_the_share_is_refused():
         ({}, {"surrogate": "ppo_clip", "cap": 3.0}, "loss.cap=3.0 does nothing"),
         ({}, {"surrogate": "gspo"}, "seq-mean-token-mean"),
         ({}, {"surrogate": "gspo", "avg_level": "seq-mean-token-mean"}, "would never clip"),
-        ({}, {"clip_low": 1.0}, "clip_low"),
         ({}, {"veto_low": 2.0}, "veto_low"),
         ({}, {"avg_level": "mean"}, "avg_level"),
-        ({}, {"behavior_penalty": -1.0}, "must be at least 0"),
         ({}, {"surrogate": "reinforce"}, "nothing applies the whole ratio"),
     ],
 )

@@ -135,7 +135,6 @@ def test_a_missing_component_is_named():
         (ObjectivesConfig(combine="hypervolume", components={"a": 1.0, "b": 1.0}), NONE, "reference_point for each"),
         (ObjectivesConfig(ideal={"a": 1.0}), NONE, "do nothing with objectives.combine=reward"),
         (ObjectivesConfig(combine="tchebycheff", components={"a": 1.0}, ideal={"b": 1.0}), NONE, "no components"),
-        (OFF, OverlongConfig(cache_ratio=1.5), r"overlong.cache_ratio=1.5 must be in \[0, 1\]"),
     ],
 )
 def test_rules_that_cannot_work_are_refused(objectives, overlong, message):
