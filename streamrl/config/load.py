@@ -1,7 +1,7 @@
-"""The door to hydra's grammar and to omegaconf: overrides in, plain dataclasses out.
+"""The door to hydra and omegaconf: overrides in, plain dataclasses out.
 
 `configs/` is composed over the dataclass schema, so an unknown key cannot enter. Overrides are checked against the
-schema before they are parsed: hydra's message names no remedy, ours the nearest valid key.
+schema before hydra parses them: hydra's message names no remedy, ours the nearest valid key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -46,10 +50,11 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 GROUPS = ("experiment", "algorithm")
 """Config groups under configs/: `experiment=quickstart` picks configs/experiment/quickstart.yaml."""
-ALGORITHM = "stream_default"
-"""That of a run which names none."""
 FORM = ("apply_chat_template", "system_prompt", "chat_template")
 """Of `data`: how a prompt reads, which fits the task that an experiment set it for."""
+
+
+ConfigStore.instance().store(name="schema", node=Config)  # configs/config.yaml composes over it by this name
 
 
 def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:
@@ -68,48 +73,38 @@ def load_config(overrides: Sequence[str] = (), *, notify: Callable[[str], None] 
     check_overrides(overrides)
     _check_values(overrides)
     try:
-        config, experiment = _composed(overrides)
+        config, experiment = _composed(hydra_overrides(overrides)), _experiment(overrides)
         config = _with_overrides_first(config, overrides, experiment.get("env", {}))
         if dropped := _drop_form(config, experiment, _given(overrides)):
             notify(f"this is not the task of the experiment, whose {', '.join(dropped)} are left out")
         return to_config(config)
-    except (HydraException, OmegaConfBaseException) as error:
+    except HydraException as error:
         _check_types(overrides)
         raise ConfigError(plain_message(error)) from error
 
 
-def _composed(words: Sequence[str]) -> tuple[DictConfig, DictConfig]:
-    """The settings of these words over those of the files that they name; and the experiment alone, as its file is."""
-    overrides = OverridesParser.create().parse_overrides(readable(words))
-    named = {one.key_or_group: one.value() for one in overrides if one.key_or_group in GROUPS}
-    experiment = named.get("experiment")
-    found = deepcopy(_of_files(named.get("algorithm", ALGORITHM), experiment))
-    for one in overrides:
-        if one.is_delete():
-            _remove(found, one.key_or_group)
-        elif one.key_or_group not in GROUPS:
-            OmegaConf.update(found, one.key_or_group, one.value(), merge=True, force_add=True)
-    return found, _file("experiment", experiment)
+def _composed(words: Sequence[str]) -> DictConfig:
+    """As hydra composes them. Files take most of its time: groups are composed once, and values are set in a copy."""
+    overrides = OverridesParser.create().parse_overrides(list(words))
+    values = [one for one in overrides if one.key_or_group not in GROUPS]
+    if any(one.is_sweep_override() or one.type not in (OverrideType.CHANGE, OverrideType.FORCE_ADD) for one in values):
+        return _composed_by_hydra(tuple(words))
+    found = deepcopy(_composed_by_hydra(tuple(str(one.input_line) for one in overrides if one not in values)))
+    try:
+        for one in values:
+            added = one.type == OverrideType.FORCE_ADD
+            OmegaConf.update(found, one.key_or_group, one.value(), merge=True, force_add=added)
+    except OmegaConfBaseException:
+        return _composed_by_hydra(tuple(words))  # which says what is wrong
+    return found
 
 
 @cache
-def _of_files(algorithm: str, experiment: str | None) -> DictConfig:
-    """The schema under the algorithm's file, and that of the experiment on top."""
-    return OmegaConf.merge(_schema(), _file("algorithm", algorithm), _file("experiment", experiment))
-
-
-def _file(group: str, name: str | None) -> DictConfig:
-    """A file of a group as it is; nothing for None."""
-    return OmegaConf.create({}) if name is None else OmegaConf.load(CONFIGS / group / f"{name}.yaml")
-
-
-def _remove(config: DictConfig, key: str) -> None:
-    """Take a key out of an open mapping. Raises ConfigError: it is not there."""
-    section, _, name = key.rpartition(".")
-    mapping = OmegaConf.select(config, section)
-    if mapping is None or name not in mapping:
-        raise ConfigError(f"~{key}: there is no {key} that could be removed: leave the word out")
-    del mapping[name]
+def _composed_by_hydra(words: tuple[str, ...]) -> DictConfig:
+    if GlobalHydra.instance().is_initialized():
+        GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("config", overrides=list(words))
 
 
 def read_files(words: Sequence[str]) -> list[str]:
@@ -134,12 +129,13 @@ def read_files(words: Sequence[str]) -> list[str]:
     return [*found, *typed]
 
 
-def readable(words: Sequence[str]) -> list[str]:
-    """Overrides in hydra's grammar, which cannot read every text, such as a path with ~ or parentheses.
+def hydra_overrides(overrides: Sequence[str]) -> list[str]:
+    """Overrides in hydra's grammar, which wants keys of an open mapping marked as added.
 
-    What a setting takes as text is quoted then.
+    It cannot read every text, such as a path with ~ or parentheses: what a setting takes as text is quoted then.
     """
-    return [_quoted(word) for word in words]
+    words = map(_quoted, overrides)
+    return [f"++{word}" if word.replace("=", ".", 1).startswith(open_mappings()) else word for word in words]
 
 
 def _quoted(word: str) -> str:
@@ -220,13 +216,20 @@ def _given(overrides: Sequence[str]) -> dict[str, str]:
     return {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
 
 
+def _experiment(overrides: Sequence[str]) -> DictConfig:
+    """The experiment that is asked for, as its file has it."""
+    names = [override.removeprefix("experiment=") for override in overrides if override.startswith("experiment=")]
+    file = CONFIGS / "experiment" / f"{names[-1] if names else None}.yaml"
+    return OmegaConf.create(file.read_text() if file.is_file() else "{}")
+
+
 def to_config(composed: DictConfig, *, whole: bool = True) -> Config:
     """The dataclass of a composed config, checked if it is that of a `whole` run; no DictConfig passes this point."""
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(plain_message(error)) from error
-    assert isinstance(config, Config), f"not composed over the schema but over {type(config)}"
+    assert isinstance(config, Config), f"configs/config.yaml does not compose over the schema but over {type(config)}"
     if whole:
         check(config)
     return config
@@ -240,7 +243,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
             refuse_option(override, following, nearest(override.lstrip("-").partition("=")[0], keys))
         key, equals, _ = override.partition("=")
         key = key.lstrip("+~")
-        if key in GROUPS:
+        if key.startswith(("hydra.", "hydra/")) or key in GROUPS:
             continue
         if not equals and not override.startswith("~"):
             refuse_word(override, group_files("experiment"))
@@ -254,7 +257,7 @@ def _check_values(overrides: Sequence[str]) -> None:
         key, _, text = word.lstrip("+~").partition("=")
         if word.startswith("~") and not key.startswith(open_mappings()):
             refuse_removal(key)
-        if word.startswith("~"):
+        if word.startswith("~") or key.startswith(("hydra.", "hydra/")):
             continue
         try:
             parsed = _parse(_quoted(f"{key}={text}"))
@@ -270,7 +273,7 @@ def _check_values(overrides: Sequence[str]) -> None:
 
 def algorithm_preset(name: str) -> Config:
     """A file of configs/algorithm over the defaults: part of a config, unchecked."""
-    return OmegaConf.to_object(_of_files(name, None))
+    return OmegaConf.to_object(OmegaConf.merge(_schema(), OmegaConf.load(CONFIGS / "algorithm" / f"{name}.yaml")))
 
 
 def group_files(group: str) -> list[str]:

@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
-from streamrl.config.load import CONFIGS, check_overrides, plain_message, readable, settings
+from streamrl.config.load import CONFIGS, check_overrides, hydra_overrides, plain_message, settings
 from streamrl.errors import ConfigError
 
 OWN_NAMES = {
@@ -83,7 +83,7 @@ def parse_sweep(words: Sequence[str]) -> SweepWords:
     axes: dict[str, Axis] = {}
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())  # lists the files of glob
-        for word, plain in zip(words, readable(words), strict=True):
+        for word, plain in zip(words, hydra_overrides(words), strict=True):
             try:
                 [override] = parser.parse_overrides([plain])
                 if override.is_sweep_override():

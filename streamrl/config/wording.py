@@ -20,7 +20,7 @@ Setting = tuple[str, str, Any, str]
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _EXAMPLES = {"int": "10", "float": "0.5", "bool": "true", "str": "text"}
 
-_NOISE = ("object_type", "reference_type", "full_key:", "See https")
+_NOISE = ("object_type", "reference_type", "full_key:", "Config search path", "provider=", "See https")
 
 
 def one_line(error: Exception) -> tuple[str, list[str]]:

@@ -1,53 +1,43 @@
-"""Words compose over the files that they name, however many were composed before."""
+"""Words compose to what hydra makes of them, however many were composed before."""
 
 from __future__ import annotations
 
 import pytest
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from streamrl.config.load import ALGORITHM, CONFIGS, _composed
-from streamrl.config.schema import Config
+from streamrl.config.load import CONFIGS, _composed, _composed_by_hydra
 
-ALGORITHMS = sorted(path.stem for path in (CONFIGS / "algorithm").glob("*.yaml"))
-EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
-
-
-def files(algorithm: str = ALGORITHM, experiment: str | None = None):
-    names = [("algorithm", algorithm), *([("experiment", experiment)] if experiment else [])]
-    return OmegaConf.merge(
-        OmegaConf.structured(Config), *(OmegaConf.load(CONFIGS / group / f"{name}.yaml") for group, name in names)
-    )
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_an_algorithm_lies_over_the_schema(algorithm):
-    assert _composed([f"algorithm={algorithm}"])[0] == files(algorithm)
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_an_experiment_lies_over_the_algorithm_and_is_returned_as_its_file_is(experiment):
-    found, alone = _composed([f"experiment={experiment}"])
-
-    assert found == files(experiment=experiment)
-    assert alone == OmegaConf.load(CONFIGS / "experiment" / f"{experiment}.yaml")
-    assert _composed([f"experiment={experiment}", "algorithm=grpo"])[0] == files("grpo", experiment)
+GROUPS = [f"{group}={path.stem}" for group in ("experiment", "algorithm") for path in (CONFIGS / group).glob("*.yaml")]
 
 
 @pytest.mark.parametrize(
-    ("words", "changes"),
+    "words",
     [
-        ([], {}), (["staleness.eta=9", "algorithm=grpo", "staleness.eta=8"], {"staleness": {"eta": 8}}),
-        (["++env.options.length=3", "+env.options.other=4"], {"env": {"options": {"length": 3, "other": 4}}}),
-        (["env.options={length: 3}", "env.options.other=4"], {"env": {"options": {"length": 3, "other": 4}}}),
-        (["env.options.length=3", "~env.options.length"], {}),
-        (["eval.datasets.own.path=x"], {"eval": {"datasets": {"own": {"path": "x"}}}}),
-        (["rollout.train.sampling.stop=[a,b]"], {"rollout": {"train": {"sampling": {"stop": ["a", "b"]}}}}),
-        (["policy.model_path=~/my model (2)"], {"policy": {"model_path": "~/my model (2)"}}),
+        [], *([word] for word in sorted(GROUPS)), ["algorithm=grpo", "experiment=games"],
+        ["experiment=quickstart", "staleness.eta=9"], ["staleness.eta=9", "experiment=quickstart", "staleness.eta=8"],
+        ["++env.options.length=3", "env.name=string.sort"], ["++eval.datasets={long: {env: {max_turns: 2}}}"],
+        ["++eval.datasets.own.path=x", "rollout.train.sampling.stop=[a,b]", "policy.model_path=null"],
+        ["experiment=tool_arithmetic", "++env.options={length: 3}"],
     ],
 )
-def test_words_lie_over_the_files_and_nothing_of_a_call_stays(words, changes):
-    algorithm = "grpo" if "algorithm=grpo" in words else ALGORITHM
+def test_words_compose_to_what_hydra_makes_of_them(words):
     for _ in range(2):
-        found, _ = _composed(words)
-        assert found == OmegaConf.merge(files(algorithm), changes)
+        found, wanted = _composed(words), _composed_by_hydra(tuple(words))
+        assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(wanted) and found == wanted
         found.env.name = "of one caller alone"
+
+
+@pytest.mark.parametrize(
+    "word", ["staleness.etta=3", "staleness.eta=many", "algorithm=none", "staleness.eta=1,2", "+new=3", "~env", "env=3"]
+)
+def test_what_cannot_be_set_is_refused_in_the_words_of_hydra(word):
+    words, said = ("experiment=quickstart", word), []
+    for compose in (_composed_by_hydra, _composed):
+        try:
+            found = compose(words)
+        except HydraException as error:
+            said.append(f"{error} {error.__cause__}")
+        else:
+            said.append(OmegaConf.to_yaml(found))
+    assert said[0] == said[1]
