@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bench.pieces import drift_bins
 from bench.staleness.arms import ARMS, check
 from bench.staleness.history import History
 from bench.staleness.learner import LAG_EDGES, M2_TARGET, Learner
@@ -25,7 +26,6 @@ from streamrl.algorithms import (
     BreakerState,
     DriftModel,
     LagBound,
-    drift_bins,
     fit_drift,
     lag_for_ess,
     oscillation,

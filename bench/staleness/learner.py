@@ -8,22 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from bench.pieces import drift_bins, token_logprobs
 from bench.staleness.arms import Arm
 from bench.staleness.loss import ESS_FIELDS, Rows, ess_by_member, estimate, filtered, keep, row_weights, surrogate
 from bench.staleness.optimizer import MemberAdam
 from bench.staleness.policy import Shape, features, forward, initial_parameters, shifted, split
 from bench.staleness.task import Task, scores
-from streamrl.algorithms import (
-    DriftModel,
-    aggregate,
-    drift_bins,
-    lr_scale,
-    predict_m2,
-    token_log_ratios,
-    token_logprobs,
-    update_drift,
-    value_loss,
-)
+from streamrl.algorithms import DriftModel, aggregate, lr_scale, predict_m2, token_log_ratios, update_drift, value_loss
 
 M2_TARGET = 0.04  # nats squared per token: the budget above which stream_default masks stale negatives
 LAG_EDGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)

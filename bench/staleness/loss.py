@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bench.pieces import ess_report
 from bench.staleness.arms import Arm
 from streamrl.algorithms import (
     ESTIMATORS,
@@ -20,7 +21,6 @@ from streamrl.algorithms import (
     TokenLoss,
     aggregation_weights,
     broadcast_rows,
-    ess_report,
     leave_one_out,
     loglinear_proximal,
     opsm_keep,

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bench.pieces import token_logprobs
 from bench.staleness.arms import ARMS, check
 from bench.staleness.history import History
 from bench.staleness.learner import Experience, Facts, Learner
 from bench.staleness.policy import Shape, features, forward, generate, shifted, split
 from bench.staleness.task import Luck, Task, scores
-from streamrl.algorithms import token_logprobs
 
 DENOMINATORS = ("recorded", "first", "last")
 """What divides the ratio: the recorded log-prob, or (wrong) a recomputation by the version of one token of the row."""

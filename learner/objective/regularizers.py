@@ -115,8 +115,9 @@ class Regularizers:
     def regularized(self, losses: Tensor, tokens: TokenBatch) -> Tensor:
         """The surrogate's token losses, its weights applied, with every term added, [S, A].
 
-        Constraints add `multiplier * error` per token, whose mean is `lagrangian_loss`: linear in the token, so no part
-        of the batch needs to know the whole mean. The KL's error moves with the gradient of the reverse KL under mu.
+        Constraints add `multiplier * error` per token, whose mean is the Lagrangian's term: linear in the token, so no
+        part of the batch needs to know the whole mean. The KL's error moves with the gradient of the reverse KL under
+        mu.
         """
         kl, controls, behavior, mask = self._kl, self.controls, tokens.behavior, tokens.mask
         policy, entropy, multipliers = tokens.policy, tokens.entropy, controls.multipliers

@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = [
     "BreakerState", "ClipBounds", "ConstraintState", "Correction", "CorrectionSpec", "DriftBins", "DriftFit",
-    "DriftModel", "EssReport", "GoodputState", "KlState", "LagBound", "LagSummary", "Moments", "Returns",
+    "DriftModel", "GoodputState", "KlState", "LagBound", "LagSummary", "Moments", "Returns",
     "SegmentReturns", "SequenceStats", "TokenLoss",
 ]
 
@@ -56,17 +56,6 @@ class SequenceStats:
     k2_max: Tensor  # [B] max ell^2 / 2
     k3_mean: Tensor  # [B] mean(exp(ell) - ell - 1)
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class EssReport:
-    """Effective sample sizes as fractions in (0, 1], with the mean weights they must be read beside. All 0-d."""
-
-    token: Tensor
-    sequence: Tensor
-    sequence_clipped: Tensor
-    mean_token_weight: Tensor
-    mean_sequence_weight: Tensor
-    kept_fraction: Tensor  # kept tokens / action tokens
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-import streamrl.algorithms as alg
+from bench import pieces
 
 from .compare import agree
 
@@ -24,10 +24,10 @@ def test_log_probs_and_entropies_at_a_temperature_agree_with_trl_in_value_and_gr
 
     pairs = [
         (
-            lambda z: alg.token_logprobs(z, tokens, temperature=0.7, chunk=5),
+            lambda z: pieces.token_logprobs(z, tokens, temperature=0.7, chunk=5),
             lambda z: trl.selective_log_softmax(z, tokens, temperature=0.7),
         ),
-        (lambda z: alg.token_entropy(z, temperature=0.7, chunk=5), lambda z: trl.entropy_from_logits(z / 0.7)),
+        (lambda z: pieces.token_entropy(z, temperature=0.7, chunk=5), lambda z: trl.entropy_from_logits(z / 0.7)),
     ]
     for ours, theirs in pairs:
         for mine, expected in zip(both(ours), both(theirs), strict=True):

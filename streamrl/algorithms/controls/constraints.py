@@ -14,7 +14,7 @@ from torch import Tensor
 from streamrl.algorithms.checks import float_dtype, require
 from streamrl.algorithms.types import ConstraintState
 
-__all__ = ["constraint_penalty", "lagrangian_loss", "lagrangian_update", "pid_lagrangian_update"]
+__all__ = ["constraint_penalty", "lagrangian_update", "pid_lagrangian_update"]
 
 
 def lagrangian_update(
@@ -56,17 +56,6 @@ def constraint_penalty(value: Tensor | float, limit: float, *, sense: str = "max
     require(weight >= 0.0, f"weight={weight} must not be negative")
     return weight * _error(_scalar(value), limit, sense).clamp(min=0.0).square()
 
-
-def lagrangian_loss(
-    value: Tensor | float, limit: float, multiplier: float | Tensor, *, sense: str = "max", one_sided: bool = False
-) -> Tensor:
-    """`multiplier * e`, 0-d, differentiable in `value`; with `one_sided` `multiplier * relu(e)`.
-
-    The standard form keeps acting at the boundary, the one-sided one is 0 as soon as the constraint holds.
-    """
-    error = _error(_scalar(value), limit, sense)
-    constant = multiplier.detach() if isinstance(multiplier, Tensor) else multiplier
-    return constant * (error.clamp(min=0.0) if one_sided else error)
 
 
 def _error(value: Tensor | float, limit: float, sense: str) -> Tensor | float:

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import check_alike, check_rows, float_dtype, only, read, require
-from streamrl.algorithms.tokens import broadcast_rows, reward_to_go, whiten
+from streamrl.algorithms.checks import check_alike, float_dtype, only, read, require
+from streamrl.algorithms.tokens import reward_to_go, whiten
 from streamrl.algorithms.types import Moments
 
 __all__ = [
-    "dr_grpo_advantages", "gdpo_advantages", "group_advantages", "group_mean", "grpo_advantages", "leave_one_out",
-    "maxrl_advantages", "opob", "reinforce_pp_advantages", "reinforce_pp_baseline_advantages", "rloo_advantages",
-    "score_square_norms",
+    "gdpo_advantages", "group_advantages", "group_mean", "grpo_advantages", "leave_one_out", "opob",
+    "reinforce_pp_advantages", "score_square_norms",
 ]
 
 
@@ -152,25 +151,6 @@ def grpo_advantages(scores: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> 
     return (centered / (std + eps)).to(float_dtype(scores))
 
 
-@torch.no_grad()
-def dr_grpo_advantages(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """`R - mean`, [B]. Dr. GRPO, arXiv:2503.20783."""
-    return _centered(scores, group_ids)[0].to(float_dtype(scores))
-
-
-@torch.no_grad()
-def rloo_advantages(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """`R - mean of the others = G/(G-1) (R - mean)`, [B]; unbiased on-policy. RLOO, arXiv:2402.14740."""
-    centered, _, count = _centered(scores, group_ids)
-    return (centered * count / (count - 1.0).clamp(min=1.0)).to(float_dtype(scores))
-
-
-@torch.no_grad()
-def maxrl_advantages(scores: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """`(R - mean) / (mean + eps)`, [B], for scores >= 0: rare successes weigh more. MaxRL."""
-    centered, _, _ = _centered(scores, group_ids)
-    return (centered / (scores.double() - centered + eps)).to(float_dtype(scores))
-
 
 @torch.no_grad()
 def gdpo_advantages(components: Tensor, group_ids: Tensor, weights: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -201,17 +181,6 @@ def reinforce_pp_advantages(
     """
     return whiten(reward_to_go(rewards, mask, gamma=gamma), mask, moments=moments)
 
-
-@torch.no_grad()
-def reinforce_pp_baseline_advantages(
-    scores: Tensor, group_ids: Tensor, mask: Tensor, *, moments: Moments | None = None
-) -> Tensor:
-    """`R - mean` of the group on every action token, whitened over the global batch's tokens; [B, T].
-
-    `moments` as in `reinforce_pp_advantages`. Source: REINFORCE++, arXiv:2501.03262.
-    """
-    check_rows(mask, scores=scores, group_ids=group_ids)
-    return whiten(broadcast_rows(dr_grpo_advantages(scores, group_ids), mask), mask, moments=moments)
 
 
 @torch.no_grad()

@@ -9,23 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import (
-    LOG_BOUND,
-    check_shape,
-    check_tokens,
-    float_dtype,
-    only,
-    read,
-    read_log_ratios,
-    require,
-    row_counts,
-)
+from streamrl.algorithms.checks import LOG_BOUND, only, read, read_log_ratios, require, row_counts
 from streamrl.algorithms.estimators.scan import suffix_scan
-from streamrl.algorithms.types import EssReport, SequenceStats
+from streamrl.algorithms.types import SequenceStats
 
-__all__ = [
-    "effective_sample_size", "ess_report", "log_ratios", "sequence_stats", "token_log_ratios", "trace_length",
-]
+__all__ = ["log_ratios", "sequence_stats", "token_log_ratios", "trace_length"]
 
 
 @torch.no_grad()
@@ -75,50 +63,6 @@ def row_log_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
     """S of each row, [B], clamped to +-20 so that its exponential is finite."""
     return sequence_stats(log_ratios, mask).log_sum.clamp(-LOG_BOUND, LOG_BOUND)
 
-
-@torch.no_grad()
-def effective_sample_size(weights: Tensor, keep: Tensor | None = None) -> Tensor:
-    """`(sum w)^2 / (N sum w^2)` over the kept weights, a fraction in (0, 1]; 0-d, 0 if nothing is kept.
-
-    `weights` has any one shape, `keep` (bool) the same. Dropped entries leave N too: counted as zeros they would report
-    the variance of the mask. Equal tiny weights give 1, so read the mean weight next to it. Weights are not clamped.
-    """
-    kept = torch.ones_like(weights, dtype=torch.bool) if keep is None else keep
-    check_shape(weights.shape, "weights", weights, "both must be equal", keep=kept)
-    require(kept.dtype == torch.bool, f"keep has dtype {kept.dtype}, expected torch.bool")
-    # float64: squares of ratios span e^-40 to e^40
-    wide = only(kept, weights.double())
-    # The largest weight is scaled to 1, so that squares can neither overflow nor vanish.
-    wide = wide / wide.abs().max().clamp(min=torch.finfo(torch.float64).tiny) if wide.numel() else wide
-    denominator = kept.sum() * wide.square().sum()
-    ess = torch.where(denominator > 0, wide.sum().square() / denominator.clamp(min=1e-300), 0.0)
-    return torch.where(denominator.isnan(), denominator, ess).to(float_dtype(weights))
-
-
-@torch.no_grad()
-def ess_report(log_ratios: Tensor, mask: Tensor, *, keep: Tensor | None = None, cap: float = 2.0) -> EssReport:
-    """Token, sequence and clipped-sequence ESS with the mean weights; six 0-d tensors.
-
-    Only kept action tokens enter, and a row enters with the sum over them if it has any. `cap` truncates the sequence
-    weights of `sequence_clipped` from above, nothing from below. Raises `ValueError` on shapes or cap <= 0.
-    """
-    require(cap > 0.0, f"cap={cap} must be positive")
-    log_ratios = read_log_ratios(mask, log_ratios)
-    if keep is not None:
-        check_tokens(mask, keep=keep)
-    kept = mask if keep is None else mask & keep
-    token = only(kept, log_ratios.exp())
-    rows = kept.any(1)
-    sequence = only(rows, only(kept, log_ratios).sum(1).clamp(-LOG_BOUND, LOG_BOUND).exp())
-    num_kept, num_rows = kept.sum().clamp(min=1), rows.sum().clamp(min=1)
-    return EssReport(
-        token=effective_sample_size(token, kept),
-        sequence=effective_sample_size(sequence, rows),
-        sequence_clipped=effective_sample_size(sequence.clamp(max=cap), rows),
-        mean_token_weight=token.sum() / num_kept,
-        mean_sequence_weight=sequence.sum() / num_rows,
-        kept_fraction=(kept.sum() / mask.sum().clamp(min=1)).to(log_ratios.dtype),
-    )
 
 
 @torch.no_grad()

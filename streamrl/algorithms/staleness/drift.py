@@ -7,48 +7,15 @@ bin and forgotten exponentially. It predicts the cost of a larger lag before it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import torch
-from torch import Tensor
-
-from streamrl.algorithms.checks import check_tokens, read_log_ratios, require
+from streamrl.algorithms.checks import require
 from streamrl.algorithms.types import DriftBins, DriftFit, DriftModel
 
-__all__ = ["drift_bins", "fit_drift", "oscillation", "predict_ess", "predict_m2", "update_drift"]
+__all__ = ["fit_drift", "oscillation", "predict_m2", "update_drift"]
 
 _LEAST_SHARE = 1e-3  # of all tokens that a bin remembers
 
-
-@torch.no_grad()
-def drift_bins(log_ratios: Tensor, lags: Tensor, mask: Tensor, *, edges: Sequence[float]) -> DriftBins:
-    """Mean ell^2 of one batch by lag; bin k holds `edges[k] <= lag < edges[k+1]`, tokens outside all bins are left out.
-
-    Standard errors treat tokens as independent, which the tokens of a row are not: read them as lower bounds.
-    """
-    require(
-        len(edges) >= 2 and all(a < b for a, b in zip(edges, edges[1:], strict=False)),
-        f"edges={list(edges)} must be at least two increasing numbers",
-    )
-    check_tokens(mask, lags=lags)
-    squares = read_log_ratios(mask, log_ratios).double().square()
-    ages = lags.double()
-    bounds = torch.tensor(list(edges), dtype=torch.float64, device=lags.device)
-    number = torch.bucketize(ages, bounds, right=True) - 1
-    num_bins = len(edges) - 1
-    inside = mask & (number >= 0) & (number < num_bins)
-    index, squares, ages = number[inside], squares[inside], ages[inside]
-
-    def total(values: Tensor) -> Tensor:
-        return values.new_zeros(num_bins).index_add_(0, index, values)
-
-    count = total(torch.ones_like(squares))
-    size = count.clamp(min=1.0)
-    m2 = total(squares) / size
-    variance = total((squares - m2[index]).square()) / (size - 1.0).clamp(min=1.0)
-    center = torch.where(count > 0, total(ages) / size, bounds[:-1])
-    columns = (center, count, m2, (variance / size).sqrt())
-    return DriftBins(*(tuple(column.tolist()) for column in columns))
 
 
 def update_drift(model: DriftModel | None, bins: DriftBins, *, half_life: float = 30.0) -> DriftModel:
@@ -136,14 +103,6 @@ def predict_m2(model: DriftModel, lag: float) -> float:
     outside = (fit.floor + fit.scale * lag**fit.exponent) * math.exp(fit.standard_error)
     return min(lowest, outside) if lag < first else max(highest, outside)
 
-
-def predict_ess(m2: float, num_effective_tokens: float) -> float:
-    """`exp(-n_eff m2)`, the Gaussian proxy of the sequence ESS; reliable above 0.2, too low below."""
-    require(
-        m2 >= 0.0 and num_effective_tokens >= 0.0,
-        f"m2={m2} and num_effective_tokens={num_effective_tokens} must not be negative",
-    )
-    return math.exp(-num_effective_tokens * m2)
 
 
 def oscillation(model: DriftModel, lag: float) -> float:

@@ -20,8 +20,8 @@ from streamrl.algorithms.estimators.ratios import row_log_ratios, sequence_stats
 from streamrl.algorithms.types import Correction, CorrectionSpec
 
 __all__ = [
-    "CORRECTION_PRESETS", "apply_correction", "geo_bound", "geo_keep", "k2_keep", "k3_keep", "mis_weights",
-    "normalize_weights", "opsm_keep", "seq_mis_keep", "seq_tis_weights", "tis_weights", "veto_keep",
+    "CORRECTION_PRESETS", "apply_correction", "geo_keep", "k3_keep", "normalize_weights", "opsm_keep", "seq_mis_keep",
+    "seq_tis_weights", "tis_weights", "veto_keep",
 ]
 
 
@@ -39,13 +39,6 @@ def seq_tis_weights(log_ratios: Tensor, mask: Tensor, *, cap: float = 2.0) -> Te
     return only(mask, row_log_ratios(log_ratios, mask).exp().clamp(max=cap)[:, None].expand(mask.shape))
 
 
-@torch.no_grad()
-def mis_weights(log_ratios: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """Masked token ratio (IcePop, DIS): `rho` if `low <= rho <= high`, else 0; [B, T]. Both bounds are inclusive."""
-    _require_range(low, high)
-    ratio = read_log_ratios(mask, log_ratios).exp()
-    return only(mask & (ratio >= low) & (ratio <= high), ratio)
-
 
 @torch.no_grad()
 def seq_mis_keep(log_ratios: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 2.0) -> Tensor:
@@ -59,8 +52,7 @@ def seq_mis_keep(log_ratios: Tensor, mask: Tensor, *, low: float = 0.5, high: fl
 def geo_keep(log_ratios: Tensor, mask: Tensor, *, low: float | Tensor = 0.999, high: float | Tensor = 1.001) -> Tensor:
     """Keep rows whose geometric mean ratio is inside: `low <= exp(g) <= high`, bounds float or [B]; bool [B, T].
 
-    The defaults fit engine mismatch only. For lagged rows use `exp(+-geo_bound(...))`: g has mean -KL and a spread of
-    about `sqrt(2 KL / n)`.
+    The defaults fit engine mismatch only: of lagged rows g has mean -KL and a spread of about `sqrt(2 KL / n)`.
     """
     for name, bound in (("low", low), ("high", high)):
         if isinstance(bound, Tensor) and bound.dim() > 0:
@@ -70,17 +62,6 @@ def geo_keep(log_ratios: Tensor, mask: Tensor, *, low: float | Tensor = 0.999, h
     ratio = sequence_stats(log_ratios, mask).log_mean.exp()
     return mask & ((ratio >= low) & (ratio <= high))[:, None]
 
-
-@torch.no_grad()
-def k2_keep(log_ratios: Tensor, mask: Tensor, *, bound: float, level: str = "mean") -> Tensor:
-    """Keep where `ell^2 / 2 <= bound`: per "token", or for the row's "mean", "sum" or "max"; bool [B, T]."""
-    require(level in ("token", "mean", "sum", "max"), f"level={level!r} must be one of token, mean, sum, max")
-    require(bound >= 0.0, f"bound={bound} must not be negative")
-    if level == "token":
-        return mask & (read_log_ratios(mask, log_ratios).square() / 2 <= bound)
-    stats = sequence_stats(log_ratios, mask)
-    rows = {"mean": stats.k2_sum / stats.num_tokens.clamp(min=1), "sum": stats.k2_sum, "max": stats.k2_max}[level]
-    return mask & (rows <= bound)[:, None]
 
 
 @torch.no_grad()
@@ -119,23 +100,6 @@ def opsm_keep(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, delta: fl
     stale = -sequence_stats(log_ratios, mask).log_mean > delta
     return mask & ~((advantages < 0) & stale[:, None])
 
-
-@torch.no_grad()
-def geo_bound(kl: float | Tensor, num_tokens: Tensor, *, base: float = 0.001) -> Tensor:
-    """Bound on abs(g) for a row of `num_tokens` [B] drifted by `kl` nats per token: `base + 3 sqrt(2 kl/n) + kl`, [B].
-
-    `kl` is a float or [B], >= 0; 0 for rows without tokens. Pass `exp(-bound)` and `exp(bound)` to `geo_keep`.
-    """
-    require(num_tokens.dim() == 1, f"num_tokens has shape {list(num_tokens.shape)}, expected [B]")
-    drift = kl if isinstance(kl, Tensor) else torch.tensor(float(kl), device=num_tokens.device)
-    require(
-        drift.dim() == 0 or drift.shape == num_tokens.shape,
-        f"kl has shape {list(drift.shape)} but num_tokens has shape {list(num_tokens.shape)}: expected a float or [B]",
-    )
-    dtype = float_dtype(num_tokens, drift)
-    drift, count = drift.to(dtype), num_tokens.to(dtype)
-    bound = base + 3.0 * (2.0 * drift / count.clamp(min=1.0)).sqrt() + drift
-    return only(num_tokens > 0, bound)
 
 
 @torch.no_grad()

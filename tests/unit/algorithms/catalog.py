@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import streamrl.algorithms as alg
+from bench import pieces
 
 from .rows import Rows
 
@@ -91,17 +92,17 @@ DETACHED: dict[str, Callable[[Rows], Any]] = {
     "log_ratios": lambda r: alg.log_ratios(r.behavior, r.policy, r.mask),
     "token_log_ratios": lambda r: alg.token_log_ratios(r.behavior, r.policy, r.mask),
     "sequence_stats": lambda r: alg.sequence_stats(r.log_ratios, r.mask),
-    "effective_sample_size": lambda r: alg.effective_sample_size(r.weights, r.mask),
-    "ess_report": lambda r: alg.ess_report(r.log_ratios, r.mask, keep=r.keep),
+    "effective_sample_size": lambda r: pieces.effective_sample_size(r.weights, r.mask),
+    "ess_report": lambda r: pieces.ess_report(r.log_ratios, r.mask, keep=r.keep),
     "trace_length": lambda r: alg.trace_length(r.log_ratios, r.mask, lam=0.9, trace_temperature=2.0),
     "tis_weights": lambda r: alg.tis_weights(r.log_ratios, r.mask, cap=1.5, floor=0.5),
     "seq_tis_weights": lambda r: alg.seq_tis_weights(r.log_ratios, r.mask),
-    "mis_weights": lambda r: alg.mis_weights(r.log_ratios, r.mask),
+    "mis_weights": lambda r: pieces.mis_weights(r.log_ratios, r.mask),
     "seq_mis_keep": lambda r: alg.seq_mis_keep(r.log_ratios, r.mask),
     "geo_keep": lambda r: alg.geo_keep(r.log_ratios, r.mask, low=0.8, high=1.2),
     "geo_keep rows": lambda r: alg.geo_keep(r.log_ratios, r.mask, low=r.scores - r.scores, high=1.2 + 0 * r.scores),
     **{
-        f"k2_keep {level}": lambda r, level=level: alg.k2_keep(r.log_ratios, r.mask, bound=0.2, level=level)
+        f"k2_keep {level}": lambda r, level=level: pieces.k2_keep(r.log_ratios, r.mask, bound=0.2, level=level)
         for level in ("token", "mean", "sum", "max")
     },
     "k3_keep": lambda r: alg.k3_keep(r.log_ratios, r.mask, bound=0.2),
@@ -154,14 +155,16 @@ DETACHED: dict[str, Callable[[Rows], Any]] = {
     "clipped_is": lambda r: alg.clipped_is(*_v(r), bootstrap_values=r.bootstrap, gamma=0.9),
     "score_square_norms": lambda r: alg.score_square_norms(r.token_probs, r.token_probs.square(), r.mask),
     "reinforce_pp_advantages": lambda r: alg.reinforce_pp_advantages(r.rewards, r.mask, gamma=0.9),
-    "reinforce_pp_baseline_advantages": lambda r: alg.reinforce_pp_baseline_advantages(r.scores, r.group_ids, r.mask),
+    "reinforce_pp_baseline_advantages": lambda r: pieces.reinforce_pp_baseline_advantages(
+        r.scores, r.group_ids, r.mask
+    ),
     "loglinear_proximal": lambda r: alg.loglinear_proximal(r.behavior, r.policy, r.lags, r.mask),
     "kl_shaped_rewards": lambda r: alg.kl_shaped_rewards(r.rewards, r.policy, r.reference, r.mask, beta=0.1),
     "token_lags": lambda r: alg.token_lags(r.versions, 16, r.mask),
     "lag_summary": lambda r: alg.lag_summary(r.versions, 16, r.mask),
     "lag_keep": lambda r: alg.lag_keep(r.lags, r.mask, max_lag=3),
     "lag_weights": lambda r: alg.lag_weights(r.lags, r.mask, max_lag=3, decay=0.5),
-    "drift_bins": lambda r: alg.drift_bins(r.log_ratios, r.lags, r.mask, edges=EDGES),
+    "drift_bins": lambda r: pieces.drift_bins(r.log_ratios, r.lags, r.mask, edges=EDGES),
     "clip_from_budget": lambda r: alg.clip_from_budget(r.log_ratios, r.advantages, r.mask),
     "zscore_keep": lambda r: alg.zscore_keep(r.log_ratios, r.advantages, r.lag_m2, r.mask),
     "rho_bar_for_ess": lambda r: alg.rho_bar_for_ess(r.log_ratios, r.mask, ess_target=0.8),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
+from bench import pieces
 
 
 def scalar(value):
@@ -34,18 +35,18 @@ def test_both_penalties_of_the_parity_vector():
 def test_lagrangian_loss_keeps_acting_at_the_boundary_unless_one_sided(sense, sign):
     for one_sided in (False, True):
         satisfied = scalar(0.01 - sign * 0.005)
-        loss = alg.lagrangian_loss(satisfied, 0.01, 2.0, sense=sense, one_sided=one_sided)
+        loss = pieces.lagrangian_loss(satisfied, 0.01, 2.0, sense=sense, one_sided=one_sided)
         loss.backward()
         assert loss.item() == pytest.approx(0.0 if one_sided else -0.01)
         assert satisfied.grad.item() == pytest.approx(0.0 if one_sided else 2 * sign)
     violated = scalar(0.01 + sign * 0.005)
-    assert alg.lagrangian_loss(violated, 0.01, 2.0, sense=sense, one_sided=True).item() == pytest.approx(0.01)
+    assert pieces.lagrangian_loss(violated, 0.01, 2.0, sense=sense, one_sided=True).item() == pytest.approx(0.01)
 
 
 def test_the_multiplier_is_a_constant_of_the_loss():
     multiplier = scalar(2.0)
 
-    alg.lagrangian_loss(scalar(0.5), 0.1, multiplier).backward()
+    pieces.lagrangian_loss(scalar(0.5), 0.1, multiplier).backward()
 
     assert multiplier.grad is None
 
@@ -53,8 +54,8 @@ def test_the_multiplier_is_a_constant_of_the_loss():
 def test_gradcheck():
     for call in (
         lambda v: alg.constraint_penalty(v, 0.1),
-        lambda v: alg.lagrangian_loss(v, 0.1, 2.0, sense="min"),
-        lambda v: alg.lagrangian_loss(v, 0.1, 2.0, one_sided=True),
+        lambda v: pieces.lagrangian_loss(v, 0.1, 2.0, sense="min"),
+        lambda v: pieces.lagrangian_loss(v, 0.1, 2.0, one_sided=True),
     ):
         assert torch.autograd.gradcheck(call, (scalar(0.4),))
 

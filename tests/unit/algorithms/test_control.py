@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
+from bench import pieces
 
 from .rows import random_rows
 
@@ -24,7 +25,7 @@ def test_lag_for_ess_at_the_ends():
     still = alg.DriftFit(floor=0.0, scale=0.0, exponent=1.0, standard_error=0.0)
     assert alg.lag_for_ess(still, num_effective_tokens=10) == math.inf
     lag = alg.lag_for_ess(fit, ess_target=0.5, num_effective_tokens=20)
-    assert alg.predict_ess(0.01 + 1e-3 * lag, 20) == pytest.approx(0.5)
+    assert pieces.predict_ess(0.01 + 1e-3 * lag, 20) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("target, end", [(30.0, 30), (1.0, 1), (math.inf, 64), (0.0, 1)])
@@ -178,7 +179,7 @@ def test_23_rho_bar_for_ess_is_the_largest_cap_that_reaches_the_target(seed):
     mask = torch.ones(40, 6, dtype=torch.bool)
 
     def ess(cap):
-        return float(alg.ess_report(log_ratios, mask, cap=cap).sequence_clipped)
+        return float(pieces.ess_report(log_ratios, mask, cap=cap).sequence_clipped)
 
     target = (ess(1.0) + ess(10.0)) / 2
     cap = alg.rho_bar_for_ess(log_ratios, mask, ess_target=target)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
+from bench import pieces
 
 from .rows import random_rows
 
@@ -23,7 +24,7 @@ def test_bins_hold_mean_squares_of_their_lags(seed):
     rows = random_rows(seed)
     edges = (0, 1, 3, 4)
 
-    bins = alg.drift_bins(rows.log_ratios, rows.lags, rows.mask, edges=edges)
+    bins = pieces.drift_bins(rows.log_ratios, rows.lags, rows.mask, edges=edges)
 
     pairs = list(zip(rows.lags[rows.mask].tolist(), rows.log_ratios[rows.mask].tolist(), strict=True))
     for k in range(3):
@@ -42,7 +43,7 @@ def test_bins_hold_mean_squares_of_their_lags(seed):
 def test_future_versions_and_lags_beyond_the_last_edge_are_left_out():
     mask = torch.ones(1, 4, dtype=torch.bool)
 
-    bins = alg.drift_bins(torch.ones(1, 4), torch.tensor([[-1, 0, 4, 5]]), mask, edges=(0, 1, 5))
+    bins = pieces.drift_bins(torch.ones(1, 4), torch.tensor([[-1, 0, 4, 5]]), mask, edges=(0, 1, 5))
 
     assert bins.count == (1.0, 1.0)
 
@@ -155,8 +156,8 @@ def test_a_lag_that_no_longer_comes_is_forgotten():
 
 
 def test_predicted_ess():
-    assert alg.predict_ess(0.0, 100) == 1.0
-    assert alg.predict_ess(0.02, 50) == pytest.approx(math.exp(-1))
+    assert pieces.predict_ess(0.0, 100) == 1.0
+    assert pieces.predict_ess(0.02, 50) == pytest.approx(math.exp(-1))
 
 
 def test_predicted_ess_of_gaussian_rows_matches_the_measured_one():
@@ -165,9 +166,9 @@ def test_predicted_ess_of_gaussian_rows_matches_the_measured_one():
     log_ratios = scale * torch.randn(40_000, n, generator=generator, dtype=torch.float64) - scale**2 / 2
     mask = torch.ones_like(log_ratios, dtype=torch.bool)
 
-    measured = float(alg.ess_report(log_ratios, mask).sequence)
+    measured = float(pieces.ess_report(log_ratios, mask).sequence)
 
-    assert measured == pytest.approx(alg.predict_ess(scale**2, n), abs=0.02)
+    assert measured == pytest.approx(pieces.predict_ess(scale**2, n), abs=0.02)
 
 
 @pytest.mark.parametrize("lag, expected", [(16, 1 - 0.098 / 0.11), (24, 1 - 0.064 / 0.11), (12, 0.0), (3, 0.0)])
@@ -187,14 +188,14 @@ def test_oscillation_of_the_pilot_at_lag_32():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda r: alg.drift_bins(r.log_ratios, r.lags, r.mask, edges=(0,)), r"edges=\[0\]"),
-        (lambda r: alg.drift_bins(r.log_ratios, r.lags, r.mask, edges=(0, 2, 2)), "edges"),
+        (lambda r: pieces.drift_bins(r.log_ratios, r.lags, r.mask, edges=(0,)), r"edges=\[0\]"),
+        (lambda r: pieces.drift_bins(r.log_ratios, r.lags, r.mask, edges=(0, 2, 2)), "edges"),
         (lambda r: alg.update_drift(None, model([0.0], [0.0]), half_life=0.0), "half_life=0.0"),
         (lambda r: alg.update_drift(model([0.0], [0.0]), model([0.0, 1.0], [0.0, 0.0])), "1 bins but the batch has 2"),
         (lambda r: alg.predict_m2(model([0.0], [0.0]), -1.0), "lag=-1.0"),
         (lambda r: alg.predict_m2(model([0.0], [0.0], count=[0.0]), 1.0), "no tokens"),
         (lambda r: alg.oscillation(model([0.0], [0.0]), -1.0), "lag=-1.0"),
-        (lambda r: alg.predict_ess(-1.0, 3), "m2=-1.0"),
+        (lambda r: pieces.predict_ess(-1.0, 3), "m2=-1.0"),
     ],
 )
 def test_wrong_shapes_and_knobs_are_named(call, message):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
+from bench import pieces
 
 D = torch.float64
 # The main row: four action tokens, gamma 0.9, terminated unless said.
@@ -190,15 +191,15 @@ def test_row_statistics_and_sample_size():
 
     equal([float(stats.log_sum), float(stats.log_mean), math.exp(stats.log_mean)], 1, 0.25, 1.284025)
     equal([float(stats.k2_sum), float(stats.k3_mean), 2 * float(stats.k2_sum) / 4], 1.09, 0.366356, 0.545)
-    report = alg.ess_report(ELL, MASK)
+    report = pieces.ess_report(ELL, MASK)
     equal([float(report.token), float(report.mean_token_weight)], 0.697250, 1.616356)
     equal(alg.trace_length(ELL, MASK), 1.744878)
 
 
 def test_token_weights():
     equal(alg.tis_weights(ELL, MASK, cap=2.0), 1.648721, 0.496585, 1, 2)
-    equal(alg.mis_weights(ELL, MASK, low=0.5, high=5.0), 1.648721, 0, 1, 3.320117)
-    equal(alg.mis_weights(ELL, MASK, low=0.5, high=2.0), 1.648721, 0, 1, 0)
+    equal(pieces.mis_weights(ELL, MASK, low=0.5, high=5.0), 1.648721, 0, 1, 3.320117)
+    equal(pieces.mis_weights(ELL, MASK, low=0.5, high=2.0), 1.648721, 0, 1, 0)
     short = torch.tensor([[-1, 0, 0.5, 1]], dtype=D)
     equal(alg.tis_weights(short, MASK, cap=2.0), 0.367879, 1, 1.648721, 2)
 
@@ -242,9 +243,9 @@ def test_vespo_weight_at_four_row_sums(advantage, expected):
 def test_group_advantages_of_binary_scores():
     scores, ids = torch.tensor([1, 0, 0, 1], dtype=D), torch.zeros(4, dtype=torch.int64)
 
-    equal(alg.dr_grpo_advantages(scores, ids), 0.5, -0.5, -0.5, 0.5)
+    equal(pieces.dr_grpo_advantages(scores, ids), 0.5, -0.5, -0.5, 0.5)
     equal(alg.grpo_advantages(scores, ids, eps=0.0), 0.866025, -0.866025, -0.866025, 0.866025)
-    equal(alg.rloo_advantages(scores, ids), 0.666667, -0.666667, -0.666667, 0.666667)
+    equal(pieces.rloo_advantages(scores, ids), 0.666667, -0.666667, -0.666667, 0.666667)
 
 
 SCORES, IDS = torch.tensor([1, 0, 0.5, 0], dtype=D), torch.zeros(4, dtype=torch.int64)
@@ -254,8 +255,8 @@ WEIGHTS = torch.tensor([1, 0.5, 2, 0.25], dtype=D)
 def test_group_advantages_of_graded_scores():
     equal(alg.grpo_advantages(SCORES, IDS), 1.305580, -0.783348, 0.261116, -0.783348)
     equal(alg.grpo_advantages(SCORES, IDS, eps=0.0), 1.305582, -0.783349, 0.261116, -0.783349)
-    equal(alg.rloo_advantages(SCORES, IDS), 0.833333, -0.5, 0.166667, -0.5)
-    equal(alg.maxrl_advantages(SCORES, IDS, eps=0.0), 1.666667, -1, 0.333333, -1)
+    equal(pieces.rloo_advantages(SCORES, IDS), 0.833333, -0.5, 0.166667, -0.5)
+    equal(pieces.maxrl_advantages(SCORES, IDS, eps=0.0), 1.666667, -1, 0.333333, -1)
 
 
 def test_weighted_leave_one_out_falls_back_where_the_others_weigh_too_little():
@@ -315,8 +316,8 @@ def test_aggregation_of_two_rows(mode, expected):
 def test_sample_size_of_sequence_weights():
     weights = torch.tensor([1, 2, 0.5, 1], dtype=D)
 
-    equal([float(alg.effective_sample_size(weights))], 0.81)
-    equal([float(alg.effective_sample_size(weights.clamp(max=1.5)))], 0.888889)
+    equal([float(pieces.effective_sample_size(weights))], 0.81)
+    equal([float(pieces.effective_sample_size(weights.clamp(max=1.5)))], 0.888889)
 
 
 @pytest.mark.parametrize("budget, expected", [(0.04, 0.2), (0.5, 0.866025), (0.8, 1.161895), (1.0, math.inf)])
@@ -384,8 +385,8 @@ def test_two_constraints_with_lagrange_multipliers():
         entropy_state = alg.lagrangian_update(entropy_state, entropy, 0.01, sense="min", lr=0.01)
         multipliers += [kl_state.multiplier, entropy_state.multiplier]
         losses.append(
-            float(alg.lagrangian_loss(kl, 0.01, kl_state.multiplier, one_sided=True))
-            + float(alg.lagrangian_loss(entropy, 0.01, entropy_state.multiplier, sense="min", one_sided=True))
+            float(pieces.lagrangian_loss(kl, 0.01, kl_state.multiplier, one_sided=True))
+            + float(pieces.lagrangian_loss(entropy, 0.01, entropy_state.multiplier, sense="min", one_sided=True))
         )
 
     equal(multipliers, 1.0002, 1.00005, 1.0001, 0.99515, 1.0002, 0.99505)

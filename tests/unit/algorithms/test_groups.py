@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamrl.algorithms as alg
+from bench import pieces
 
 from .rows import action_lists, random_rows
 
 SEEDS = range(6)
-ADVANTAGES = (alg.dr_grpo_advantages, alg.grpo_advantages, alg.rloo_advantages, alg.maxrl_advantages)
+ADVANTAGES = (pieces.dr_grpo_advantages, alg.grpo_advantages, pieces.rloo_advantages, pieces.maxrl_advantages)
 
 
 def random_groups(seed, *, num_rows=14, positive=False):
@@ -41,10 +42,10 @@ def test_advantages_are_their_formulas(seed):
         others = (sum(group) - score) / (n - 1)
         assert float(alg.group_mean(scores, ids)[i]) == pytest.approx(mean)
         assert float(alg.leave_one_out(scores, ids)[i]) == pytest.approx(others)
-        assert float(alg.dr_grpo_advantages(scores, ids)[i]) == pytest.approx(score - mean)
+        assert float(pieces.dr_grpo_advantages(scores, ids)[i]) == pytest.approx(score - mean)
         assert float(alg.grpo_advantages(scores, ids, eps=1e-3)[i]) == pytest.approx((score - mean) / (std + 1e-3))
-        assert float(alg.rloo_advantages(scores, ids)[i]) == pytest.approx(score - others)
-        assert float(alg.maxrl_advantages(scores, ids, eps=1e-3)[i]) == pytest.approx((score - mean) / (mean + 1e-3))
+        assert float(pieces.rloo_advantages(scores, ids)[i]) == pytest.approx(score - others)
+        assert float(pieces.maxrl_advantages(scores, ids, eps=1e-3)[i]) == pytest.approx((score - mean) / (mean + 1e-3))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -118,7 +119,8 @@ def test_12_grpo_ignores_positive_affine_rewards_and_rloo_rescales_dr_grpo(seed)
     moved = alg.grpo_advantages(3.7 * scores - 20, ids, eps=0.0)
 
     assert torch.allclose(moved, alg.grpo_advantages(scores, ids, eps=0.0), atol=1e-10)
-    assert torch.allclose(alg.rloo_advantages(scores, ids), alg.dr_grpo_advantages(scores, ids) * sizes / (sizes - 1))
+    centered = pieces.dr_grpo_advantages(scores, ids)
+    assert torch.allclose(pieces.rloo_advantages(scores, ids), centered * sizes / (sizes - 1))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -199,7 +201,7 @@ def test_reinforce_pp_whitens_returns_to_go_over_all_tokens(seed):
     rows = random_rows(seed)
 
     result = alg.reinforce_pp_advantages(rows.rewards, rows.mask, gamma=0.9)
-    baseline = alg.reinforce_pp_baseline_advantages(rows.scores, rows.group_ids, rows.mask)
+    baseline = pieces.reinforce_pp_baseline_advantages(rows.scores, rows.group_ids, rows.mask)
 
     raw = [
         sum(0.9 ** (t - s) * r[t] for t in range(s, len(r)))
@@ -208,7 +210,7 @@ def test_reinforce_pp_whitens_returns_to_go_over_all_tokens(seed):
     ]
     mean, std = statistics.fmean(raw), statistics.stdev(raw)
     assert result[rows.mask].tolist() == pytest.approx([(x - mean) / std for x in raw], rel=1e-6)
-    per_row = alg.dr_grpo_advantages(rows.scores, rows.group_ids)
+    per_row = pieces.dr_grpo_advantages(rows.scores, rows.group_ids)
     spread = [float(per_row[i]) for i in range(6) for _ in range(int(rows.mask[i].sum()))]
     mean, std = statistics.fmean(spread), statistics.stdev(spread)
     assert baseline[rows.mask].tolist() == pytest.approx([(x - mean) / std for x in spread], rel=1e-6)
@@ -224,7 +226,7 @@ def test_score_square_norms_are_the_squared_gradient_of_the_log_prob_in_the_logi
 
     cheap = alg.score_square_norms(probs.gather(-1, tokens[..., None]).squeeze(-1), probs.square().sum(-1), mask)
 
-    alg.token_logprobs(logits, tokens).sum().backward()
+    pieces.token_logprobs(logits, tokens).sum().backward()
     assert torch.allclose(cheap, (logits.grad.square().sum(-1) * mask).sum(1))
 
 
@@ -235,10 +237,10 @@ def test_the_group_estimator_is_score_minus_baseline_over_scale(seed):
     def estimate(**knobs):
         return alg.group_advantages(scores, ids, **knobs)
 
-    assert torch.allclose(estimate(), alg.rloo_advantages(scores, ids))
+    assert torch.allclose(estimate(), pieces.rloo_advantages(scores, ids))
     assert torch.allclose(estimate(baseline="none"), scores)
     assert torch.allclose(estimate(baseline="group_mean", scale="std"), alg.grpo_advantages(scores, ids))
-    centered = alg.dr_grpo_advantages(scores, ids)
+    centered = pieces.dr_grpo_advantages(scores, ids)
     scaled = estimate(baseline="group_mean", scale="batch_std")
     assert torch.allclose(scaled, centered / (statistics.stdev(centered.tolist()) + 1e-6))
 
@@ -252,7 +254,7 @@ def test_advantages_do_not_change_when_every_score_moves_by_a_constant(rows, shi
     ids = torch.tensor([g for g, _ in rows])
     scores = torch.tensor([s for _, s in rows], dtype=torch.float64)
 
-    for advantages in (alg.dr_grpo_advantages, alg.rloo_advantages):
+    for advantages in (pieces.dr_grpo_advantages, pieces.rloo_advantages):
         assert torch.allclose(advantages(scores + shift, ids), advantages(scores, ids), atol=1e-9)
 
 

@@ -14,19 +14,19 @@ ROOT = Path(__file__).parents[3]
 
 PROMISED = """
 ANCHORS BreakerState CORRECTION_PRESETS ClipBounds ConstraintState Correction CorrectionSpec DriftBins DriftFit
-DriftModel ESTIMATORS EssReport GoodputState KlState LagBound LagSummary Moments Returns SURROGATES SegmentReturns
+DriftModel ESTIMATORS GoodputState KlState LagBound LagSummary Moments Returns SURROGATES SegmentReturns
 SequenceStats TokenLoss aggregate aggregation_weights aipo apply_correction behavior_penalty broadcast_rows
 check_pairing cispo clip_from_budget clip_high_update clipped_is constraint_penalty crowding_distance decoupled_ppo
-domination_count dppo_kl dppo_tv dr_grpo_advantages drift_bins dueling_q effective_sample_size entropy_coef_update
-ess_report fit_drift gae gdpo_advantages geo_bound geo_keep gmpo goodput group_advantages group_mean grpo_advantages
-gspo hypervolume hypervolume_contributions k2_keep k3_keep kl_doubling kl_estimate kl_exponential kl_horizon
+domination_count dppo_kl dppo_tv dueling_q entropy_coef_update
+fit_drift gae gdpo_advantages geo_keep gmpo goodput group_advantages group_mean grpo_advantages
+gspo hypervolume hypervolume_contributions k3_keep kl_doubling kl_estimate kl_exponential kl_horizon
 kl_linear kl_log_integral kl_loss kl_pid kl_schedule kl_shaped_rewards lag_for_ess lag_keep lag_summary lag_weights
-lagrangian_loss lagrangian_update leave_one_out log_ratios loglinear_proximal lr_scale m2po maxrl_advantages minpro mis
-mis_weights moments n_step normalize_weights opob opsm_keep oscillation overlong_penalty pid_lagrangian_update
-place_terminal ppo_clip predict_ess predict_m2 reinforce reinforce_pp_advantages reinforce_pp_baseline_advantages
-retrace_q retrace_v reward_to_go rho_bar_for_ess rloo_advantages sapo score_square_norms seq_mis_keep seq_tis
+lagrangian_update leave_one_out log_ratios loglinear_proximal lr_scale m2po minpro mis
+moments n_step normalize_weights opob opsm_keep oscillation overlong_penalty pid_lagrangian_update
+place_terminal ppo_clip predict_m2 reinforce reinforce_pp_advantages 
+retrace_q retrace_v reward_to_go rho_bar_for_ess sapo score_square_norms seq_mis_keep seq_tis
 seq_tis_weights sequence_stats should_publish split_by_lag spread_budget step_breaker step_goodput step_lag_bound
-tchebycheff td_lambda tis tis_weights token_entropy token_lags token_log_ratios token_logprobs topr trace_length
+tchebycheff td_lambda tis tis_weights token_lags token_log_ratios topr trace_length
 update_drift value_loss vespo veto_keep vtrace vtrace_critic_free vtrace_segments weighted_sum whiten zscore_keep
 """.split()
 

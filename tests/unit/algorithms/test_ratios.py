@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamrl.algorithms as alg
+from bench import pieces
 
 from . import slow
 from .rows import action_lists, random_rows
@@ -63,7 +64,7 @@ weight_lists = st.lists(st.floats(0.0, 1e8), min_size=1, max_size=20).filter(lam
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(weight_lists)
 def test_ess_lies_in_0_1_and_is_its_definition(weights):
-    ess = float(alg.effective_sample_size(torch.tensor(weights, dtype=torch.float64)))
+    ess = float(pieces.effective_sample_size(torch.tensor(weights, dtype=torch.float64)))
 
     expected = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
     assert 0 < ess <= 1 + 1e-12
@@ -72,35 +73,35 @@ def test_ess_lies_in_0_1_and_is_its_definition(weights):
 
 @pytest.mark.parametrize("weight", [1e-30, 1.0, 1e30])
 def test_equal_weights_have_ess_1_whatever_their_size(weight):
-    assert float(alg.effective_sample_size(torch.full((5, 3), weight))) == pytest.approx(1.0)
+    assert float(pieces.effective_sample_size(torch.full((5, 3), weight))) == pytest.approx(1.0)
 
 
 def test_dropped_weights_do_not_count_as_zeros():
     weights = torch.tensor([1.0, 1.0, 1.0, 0.0])
     keep = torch.tensor([True, True, True, False])
 
-    assert float(alg.effective_sample_size(weights, keep)) == pytest.approx(1.0)
-    assert float(alg.effective_sample_size(weights)) == pytest.approx(0.75)
+    assert float(pieces.effective_sample_size(weights, keep)) == pytest.approx(1.0)
+    assert float(pieces.effective_sample_size(weights)) == pytest.approx(0.75)
 
 
 def test_ess_is_zero_when_nothing_is_kept_and_nan_when_a_weight_is():
     weights = torch.ones(3)
 
-    assert float(alg.effective_sample_size(weights, torch.zeros(3, dtype=torch.bool))) == 0
-    assert float(alg.effective_sample_size(torch.zeros(3))) == 0
-    assert math.isnan(float(alg.effective_sample_size(torch.tensor([1.0, float("nan")]))))
+    assert float(pieces.effective_sample_size(weights, torch.zeros(3, dtype=torch.bool))) == 0
+    assert float(pieces.effective_sample_size(torch.zeros(3))) == 0
+    assert math.isnan(float(pieces.effective_sample_size(torch.tensor([1.0, float("nan")]))))
 
 
 def test_ess_refuses_a_mask_of_another_shape():
     with pytest.raises(ValueError, match=r"\[2\].*\[3\]"):
-        alg.effective_sample_size(torch.ones(3), torch.ones(2, dtype=torch.bool))
+        pieces.effective_sample_size(torch.ones(3), torch.ones(2, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_report_is_its_definitions(seed):
     rows = random_rows(seed)
 
-    report = alg.ess_report(rows.log_ratios, rows.mask, keep=rows.keep, cap=1.5)
+    report = pieces.ess_report(rows.log_ratios, rows.mask, keep=rows.keep, cap=1.5)
 
     def ess(ws):
         return sum(ws) ** 2 / (len(ws) * sum(w * w for w in ws))
@@ -122,12 +123,12 @@ def test_23_clipped_ess_never_increases_with_the_cap(seed):
     rows = random_rows(seed, drift=1.5)
 
     values = [
-        float(alg.ess_report(rows.log_ratios, rows.mask, cap=cap).sequence_clipped)
+        float(pieces.ess_report(rows.log_ratios, rows.mask, cap=cap).sequence_clipped)
         for cap in (0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 20.0, 1e9)
     ]
 
     assert all(a >= b - 1e-12 for a, b in zip(values, values[1:], strict=False))
-    assert values[-1] == pytest.approx(float(alg.ess_report(rows.log_ratios, rows.mask).sequence))
+    assert values[-1] == pytest.approx(float(pieces.ess_report(rows.log_ratios, rows.mask).sequence))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -154,7 +155,7 @@ def test_an_uncut_trace_has_half_the_row_length():
     "call, message",
     [
         (lambda r: alg.log_ratios(r.behavior, r.policy, r.mask, bound=0.0), "bound=0.0"),
-        (lambda r: alg.ess_report(r.log_ratios, r.mask, cap=0.0), "cap=0.0"),
+        (lambda r: pieces.ess_report(r.log_ratios, r.mask, cap=0.0), "cap=0.0"),
         (lambda r: alg.trace_length(r.log_ratios, r.mask, lam=2.0), "lam=2.0"),
         (lambda r: alg.trace_length(r.log_ratios, r.mask, c_bar=0.0), "c_bar=0.0"),
         (lambda r: alg.trace_length(r.log_ratios, r.mask, trace_temperature=0.0), "trace_temperature=0.0"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
+from bench import pieces
 
 from .rows import random_rows
 
@@ -191,8 +192,8 @@ def test_e13_the_ratio_of_fresh_data_is_one_only_at_the_sampling_temperature(tem
     tokens, mask = torch.randint(0, 5, (2, 3), generator=generator), torch.ones(2, 3, dtype=torch.bool)
     recorded = (logits / temperature).log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
-    right = alg.log_ratios(recorded, alg.token_logprobs(logits, tokens, temperature=temperature), mask)
-    wrong = alg.log_ratios(recorded, alg.token_logprobs(logits, tokens), mask)
+    right = alg.log_ratios(recorded, pieces.token_logprobs(logits, tokens, temperature=temperature), mask)
+    wrong = alg.log_ratios(recorded, pieces.token_logprobs(logits, tokens), mask)
 
     assert right.abs().max() < 1e-12
     assert (wrong.abs().max() < 1e-12) == (temperature == 1.0)
@@ -201,7 +202,7 @@ def test_e13_the_ratio_of_fresh_data_is_one_only_at_the_sampling_temperature(tem
 def test_e14_ess_leaves_masked_tokens_out():
     mask, keep = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[True, True, False, False]])
 
-    report = alg.ess_report(torch.zeros(1, 4), mask, keep=keep)
+    report = pieces.ess_report(torch.zeros(1, 4), mask, keep=keep)
 
     assert float(report.token) == 1.0
     assert float(report.kept_fraction) == 0.5
@@ -220,8 +221,8 @@ def test_e16_ess_weights_are_not_clamped_from_below():
     # One tiny weight among ones: clamping both ends (to [1/2, 2] here) would report almost 1.
     weights = torch.tensor([1.0, 1.0, 1e-6, 1e-6])
 
-    assert float(alg.effective_sample_size(weights)) == pytest.approx(0.5, rel=1e-4)
-    report = alg.ess_report(weights.log()[:, None], torch.ones(4, 1, dtype=torch.bool), cap=2.0)
+    assert float(pieces.effective_sample_size(weights)) == pytest.approx(0.5, rel=1e-4)
+    report = pieces.ess_report(weights.log()[:, None], torch.ones(4, 1, dtype=torch.bool), cap=2.0)
     assert float(report.sequence_clipped) == pytest.approx(0.5, rel=1e-4)
 
 
@@ -280,7 +281,7 @@ def test_e20_whitening_is_over_the_batch_so_that_group_signal_survives():
 
 def test_e21_constraints_have_gradients_and_objectives_are_no_losses():
     value = torch.tensor(0.5, requires_grad=True)
-    (alg.constraint_penalty(value, 0.1) + alg.lagrangian_loss(value, 0.1, 2.0)).backward()
+    (alg.constraint_penalty(value, 0.1) + pieces.lagrangian_loss(value, 0.1, 2.0)).backward()
     assert value.grad.item() == pytest.approx(20 * 0.4 + 2.0)
 
     scores = torch.rand(4, 2, requires_grad=True)

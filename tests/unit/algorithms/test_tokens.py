@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 import streamrl.algorithms as alg
+from bench import pieces
 
 from .rows import action_lists, random_rows
 
@@ -28,8 +30,8 @@ def test_log_probs_and_entropy_are_those_of_the_tempered_softmax(temperature, ch
     logits, tokens = random_logits(seed)
     heat = torch.tensor([0.5, 1.0, 1.7], dtype=torch.float64) if temperature == "rows" else temperature
 
-    chosen = alg.token_logprobs(logits, tokens, temperature=heat, chunk=chunk)
-    entropy = alg.token_entropy(logits, temperature=heat, chunk=chunk)
+    chosen = pieces.token_logprobs(logits, tokens, temperature=heat, chunk=chunk)
+    entropy = pieces.token_entropy(logits, temperature=heat, chunk=chunk)
 
     for i in range(3):
         t = float(heat[i]) if temperature == "rows" else heat
@@ -46,8 +48,9 @@ def test_gradients_of_log_probs_and_entropy(chunk):
     logits.requires_grad_()
     heat = torch.tensor([0.5, 1.0, 1.7], dtype=torch.float64)
 
-    assert torch.autograd.gradcheck(lambda z: alg.token_logprobs(z, tokens, temperature=heat, chunk=chunk), (logits,))
-    assert torch.autograd.gradcheck(lambda z: alg.token_entropy(z, temperature=heat, chunk=chunk), (logits,))
+    chosen = partial(pieces.token_logprobs, tokens=tokens, temperature=heat, chunk=chunk)
+    assert torch.autograd.gradcheck(chosen, (logits,))
+    assert torch.autograd.gradcheck(lambda z: pieces.token_entropy(z, temperature=heat, chunk=chunk), (logits,))
 
 
 def test_removed_vocabulary_entries_have_probability_zero_and_no_gradient():
@@ -56,11 +59,11 @@ def test_removed_vocabulary_entries_have_probability_zero_and_no_gradient():
     logits[..., 5:] = float("-inf")
     logits.requires_grad_()
 
-    total = alg.token_logprobs(logits, tokens).sum() + alg.token_entropy(logits).sum()
+    total = pieces.token_logprobs(logits, tokens).sum() + pieces.token_entropy(logits).sum()
     total.backward()
 
     kept = logits.detach()[..., :5]
-    assert torch.allclose(alg.token_entropy(logits.detach()), alg.token_entropy(kept))
+    assert torch.allclose(pieces.token_entropy(logits.detach()), pieces.token_entropy(kept))
     assert torch.isfinite(logits.grad).all()
     assert (logits.grad[..., 5:] == 0).all()
 
@@ -69,12 +72,12 @@ def test_half_precision_logits_are_computed_in_float32_and_receive_their_own_gra
     logits, tokens = random_logits(2)
     half = logits.to(torch.bfloat16).requires_grad_()
 
-    chosen = alg.token_logprobs(half, tokens)
+    chosen = pieces.token_logprobs(half, tokens)
     chosen.sum().backward()
 
     assert chosen.dtype == torch.float32
     assert half.grad.dtype == torch.bfloat16
-    assert torch.allclose(chosen.double(), alg.token_logprobs(half.detach().double(), tokens), atol=1e-5)
+    assert torch.allclose(chosen.double(), pieces.token_logprobs(half.detach().double(), tokens), atol=1e-5)
 
 
 def test_the_backward_pass_keeps_no_copy_of_the_logits():
@@ -83,7 +86,7 @@ def test_the_backward_pass_keeps_no_copy_of_the_logits():
     saved = []
 
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        alg.token_logprobs(logits, tokens)
+        pieces.token_logprobs(logits, tokens)
 
     big = [t for t in saved if t.numel() >= logits.numel()]
     assert [t.data_ptr() for t in big] == [logits.data_ptr()]
@@ -96,17 +99,17 @@ def test_the_backward_pass_keeps_no_copy_of_the_logits():
 def test_impossible_knobs_of_log_probs(knobs, message):
     logits, tokens = random_logits(0)
     with pytest.raises(ValueError, match=message):
-        alg.token_logprobs(logits, tokens, **knobs)
+        pieces.token_logprobs(logits, tokens, **knobs)
     with pytest.raises(ValueError, match=message):
-        alg.token_entropy(logits, **knobs)
+        pieces.token_entropy(logits, **knobs)
 
 
 def test_wrong_shapes_of_log_probs_are_named():
     logits, tokens = random_logits(0)
     with pytest.raises(ValueError, match=r"\[3, 4\].*\[3, 5, 7\]"):
-        alg.token_logprobs(logits, tokens[:, :-1])
+        pieces.token_logprobs(logits, tokens[:, :-1])
     with pytest.raises(ValueError, match=r"\[5, 7\]"):
-        alg.token_entropy(logits[0])
+        pieces.token_entropy(logits[0])
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.pieces import token_logprobs
 from bench.staleness import arms, summary
 from bench.staleness.__main__ import collect, write
 from bench.staleness.adaptive import Driver, LagControl, StepChange
@@ -19,7 +20,6 @@ from bench.staleness.policy import Shape, features, forward, generate, initial_p
 from bench.staleness.report import comparison
 from bench.staleness.simulate import Member, Plan, sample, sampling_ticks, train
 from bench.staleness.task import Luck, Task, scores
-from streamrl.algorithms import token_logprobs
 
 SMALL = Task(num_tokens=4, num_prompts=3, group_size=4, num_eval_prompts=8)
 SHAPE = Shape(SMALL.num_tokens, hidden=32)

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench.pieces import lagrangian_loss
 from learner.objective.regularizers import Regularizers
 from learner.objective.token_batch import PassOutputs
-from streamrl.algorithms import kl_loss, lagrangian_loss, log_ratios
+from streamrl.algorithms import kl_loss, log_ratios
 from streamrl.config.schema import ConstraintConfig, KlConfig, LossConfig
 from streamrl.metrics.meter import Meter
 
