@@ -95,7 +95,7 @@ def job_of(config: Sections, *, longest: int, on_gpu: bool) -> Job:
     mesh, lora = mesh_of(config), config.policy.lora.rank is not None
     copies = []
     if needs_reference(config.kl, config.constraint) and not (lora and config.reference.model_path is None):
-        copies.append(dtype)
+        copies += [dtype] * (not config.reference.offload or not on_gpu)
     if config.loss.anchor == "ewma" and not lora:
         copies.append(torch.float32)
     wish = config.publish.beside_training

@@ -102,6 +102,8 @@ def test_every_means_that_saves_or_takes_memory_is_counted():
     assert away[0].offloaded == kept and away[1].offloaded == pytest.approx(kept / 2, rel=0.02)
     settings = ("kl.mode=loss_k3", "kl.coef=0.1", "loss.anchor=ewma", "loss.surrogate=decoupled_ppo")
     assert a_job(*settings).frozen_copies == (torch.float32, torch.float32)
+    offloaded = [a_job(*settings, "reference.offload=true", on_gpu=on_gpu).frozen_copies for on_gpu in (False, True)]
+    assert offloaded == [(torch.float32, torch.float32), (torch.float32,)]
 
 
 @pytest.mark.parametrize("how", [LoraBase.nf4, LoraBase.int8])

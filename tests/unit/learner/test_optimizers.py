@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from learner.model import optimizer as optimizers
+from learner.model.critic_network import build_critic
 from learner.model.gradients import optimizer_step
 from learner.model.moments import offload
 from learner.model.optimizer import OPTIMIZERS, Schedule, allocate_moments, check_optimizer, make_optimizer
 from learner.model.policy import load_policy
 from learner.ranks.mesh import Ranks
-from streamrl.config.schema import OptimizerConfig
+from streamrl.config.schema import CriticConfig, OptimizerConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.test_checkpoint import Training, equal
 
@@ -120,6 +121,17 @@ def test_moments_in_host_memory_change_no_number_and_are_copies_there(checkpoint
     assert not copies
     assert torch.equal(trained(checkpoints["qwen3"], name, offload=True), plain)
     assert bool(copies) == (name in ("adamw", "muon", "adam8bit")), "the others hold no moments"
+
+
+@pytest.mark.shows("critic.optimizer.offload")
+@pytest.mark.parametrize("away", [False, True])
+def test_a_critic_may_keep_its_moments_in_host_memory(checkpoints, away):
+    config = CriticConfig(optimizer=OptimizerConfig(lr=1e-3, offload=away))
+    critic = build_critic(
+        config, "gae", load_policy(checkpoints["qwen3"]), checkpoints["qwen3"], num_steps=1, dtype=torch.float32,
+        ranks=Ranks(),
+    )
+    assert isinstance(critic.optimizer, offload.OffloadedOptimizer) == away
 
 
 def test_few_moments_are_on_the_device_at_a_time(monkeypatch):
