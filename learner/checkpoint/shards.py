@@ -248,6 +248,8 @@ def read_training_tensors(
         optimizer.state.pop(parameter, None)
         for state in states:
             optimizer.state[parameter][state] = _state_like(reader, f"{prefix}optim/{state}/{name}", parameter)
+        if states and hasattr(optimizer, "park"):  # `OffloadedOptimizer`: a GPU may not have room for all of them
+            optimizer.park(parameter)
 
 
 def _state_like(reader: ShardReader, key: str, parameter: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ def lines(name: str, planner: Planner, machine: Machine, found: Proposal) -> lis
         "",
         "the host:",
         f"  {3 * found.weights / GIB:8.1f} GiB  shared memory for versions",
+        *[f"  {found.ranks * rank.offloaded / GIB:8.1f} GiB  moments of the ranks"] * bool(rank.offloaded),
         f"  {found.ranks * rank.checkpoint / GIB:8.1f} GiB  copies of the ranks for a checkpoint",
         f"  {found.version / 1e9:8.2f} GB   move with every version",
         "",

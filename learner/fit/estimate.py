@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoModelForCausalLM
 
+from learner.fit.live_bytes import HOST
 from learner.fit.step import Job, step_peaks
 from learner.model.paths import compute_dtype, wire_dtype
 from learner.model.policy import decoder_layers
@@ -72,6 +73,7 @@ class RankMemory:
     kinds: Mapping[str, int]
     trained: int  # parameters that the optimizer moves, of all ranks together
     checkpoint: int  # the host's copy of this rank's part of a checkpoint, written beside training; else 0
+    offloaded: int = 0  # moments in host memory
 
     @property
     def total(self) -> int:
@@ -93,7 +95,7 @@ def job_of(config: Sections, *, longest: int, on_gpu: bool) -> Job:
     mesh, lora = mesh_of(config), config.policy.lora.rank is not None
     copies = []
     if needs_reference(config.kl, config.constraint) and not (lora and config.reference.model_path is None):
-        copies.append(dtype)
+        copies += [dtype] * (not config.reference.offload or not on_gpu)
     if config.loss.anchor == "ewma" and not lora:
         copies.append(torch.float32)
     wish = config.publish.beside_training
@@ -130,13 +132,14 @@ def rank_memory(job: Job, model_config: Any, *, whole_depth: bool = False) -> Ra
     (peaks, trained), (more, more_trained) = found[0], found[-1]
     factor = (depth - depths[0]) / (depths[1] - depths[0]) if len(depths) > 1 else 0.0
     whole = {phase: _line(peaks[phase], more[phase], factor) for phase in peaks}
+    offloaded = max(kinds.pop(HOST, 0) for kinds in whole.values()) if job.on_gpu else 0
     phase = max(whole, key=lambda name: sum(whole[name].values()))
     kinds = whole[phase] | ({"CUDA context and libraries (assumed)": RESERVED} if job.on_gpu else {})
     trained += round((more_trained - trained) * factor)
-    moments = kinds.get("moments", 0)
+    moments = kinds.get("moments", 0) + offloaded
     copied = 4 * trained / (job.mesh.shard * job.mesh.context * job.mesh.tensor) + moments if job.on_gpu else 0
     # `checkpoint.beside_training`; pinned memory comes in powers of two: measured 1.2 to 1.4
-    return RankMemory(phase, kinds, trained, round(1.3 * copied))
+    return RankMemory(phase, kinds, trained, round(1.3 * copied), offloaded)
 
 
 def num_parameters(model_config: Any) -> int:

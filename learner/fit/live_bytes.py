@@ -24,6 +24,8 @@ from learner.fit.stand_ins import grouped_product
 from learner.ranks.mesh import local_part
 
 ACTIVATIONS, GATHERED, GRADIENTS, LOGITS = "activations", "gathered weights and gradients", "gradients", "logits"
+HOST = "moments in host memory"
+"""Tensors of this kind take no memory of a GPU."""
 _COMMUNICATION = ("fsdp", "c10d", "_c10d_functional")  # operators that move sharded parameters and gradients
 # They write where their arguments are; torch 2.11 fails at the one, and for the other makes a copy of every state.
 _IN_PLACE = (torch.ops.aten.addmm.dtype_out, torch.ops.aten._fused_adamw_.default)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from learner.checkpoint.model_files import materialize
 from learner.data.layout import make_layout
-from learner.fit.live_bytes import GRADIENTS, LiveBytes
+from learner.fit.live_bytes import GRADIENTS, HOST, LiveBytes
 from learner.fit.stand_ins import flash_attention, quantize
 from learner.model.adapter.lora import add_adapter
 from learner.model.attention.packed import ATTENTION, packed_attention
@@ -165,7 +165,8 @@ def _with_moments(job: Job, module: Policy, live: LiveBytes) -> torch.optim.Opti
             live.label(GRADIENTS, [parameter.grad], again=True)
     optimizer.step()
     states = (value for state in optimizer.state.values() for value in state.values())
-    live.label("moments", (value for value in states if isinstance(value, torch.Tensor)), again=True)
+    kind = HOST if job.policy.optimizer.offload else "moments"
+    live.label(kind, (value for value in states if isinstance(value, torch.Tensor)), again=True)
     return optimizer
 
 

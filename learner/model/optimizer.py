@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from learner.model.adam8bit import AdamW8bit
+from learner.model.moments.offload import OffloadedOptimizer
 from streamrl.config.schema import OptimizerConfig, ScheduleConfig
 from streamrl.errors import ConfigError
 from streamrl.extension import import_attribute, resolve
@@ -154,9 +155,12 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, setting: str =
     build = resolve(config.name, OPTIMIZERS, setting=f"{setting}.name")
     arguments = _arguments(build, config, setting)
     try:
-        return build(module, **arguments)
+        optimizer = build(module, **arguments)
     except ValueError as error:
         raise ConfigError(f"{setting}.name={config.name} refuses these settings: {error}") from error
+    if config.offload:
+        return OffloadedOptimizer(getattr(optimizer, "members", [optimizer]))
+    return optimizer
 
 
 @torch.no_grad()
@@ -192,13 +196,13 @@ class CombinedOptimizer(Optimizer):
     """Several optimizers over disjoint parameters, stepped as one; groups and state are shared with the members."""
 
     def __init__(self, members: Iterable[Optimizer]) -> None:
-        self._members = list(members)
-        super().__init__([group for member in self._members for group in member.param_groups], {})
-        for member in self._members:
+        self.members = list(members)
+        super().__init__([group for member in self.members for group in member.param_groups], {})
+        for member in self.members:
             member.state = self.state
 
     def step(self, closure: Any = None) -> None:
-        for member in self._members:
+        for member in self.members:
             member.step(closure)
 
 

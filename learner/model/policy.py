@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from learner.checkpoint.model_files import (
@@ -140,7 +140,7 @@ def load_policy(
     model_dir: Path | str, *, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False,
     chunk_tokens: int = 1024, ranks: Ranks | None = None, max_tokens: int | None = None, attention: str = "sdpa",
     share_prompts: bool = False, compile_with: str | None = None,
-    adapt: Callable[[Policy], None] | None = None, masters: torch.dtype = torch.float32,
+    adapt: Callable[[Policy], None] | None = None, masters: torch.dtype = torch.float32, offload: bool = False,
 ) -> Policy:
     """A policy from a local checkpoint, ready to train; a collective call.
 
@@ -158,6 +158,7 @@ def load_policy(
         compile_with: a backend of torch.compile for every decoder layer; None compiles nothing.
         adapt: changes its layers, before they are sharded.
         masters: type of the weights between the passes, with a mesh; a policy that is trained needs float32.
+        offload: keep this rank's shards in host memory, with a mesh; for a policy that is not trained.
     Raises:
         ConfigError: no such directory, a model whose packed log-probs would not be its own, or an attention that cannot
             be computed here; on every rank.
@@ -174,7 +175,7 @@ def load_policy(
     empty = is_empty(model)
     policy = assemble(
         model, ranks, dtype=dtype, rule=rule, shares_prompts=shares, attention=attention, compile_with=compile_with,
-        gradient_checkpointing=gradient_checkpointing, chunk_tokens=chunk_tokens, adapt=adapt,
+        gradient_checkpointing=gradient_checkpointing, chunk_tokens=chunk_tokens, adapt=adapt, offload=offload,
     )
     if files is not None:
         files.fill(policy.model)
@@ -186,7 +187,7 @@ def load_policy(
 def assemble(
     model: Any, ranks: Ranks, *, dtype: torch.dtype, rule: LogitRule = PLAIN, shares_prompts: bool = False,
     attention: str = "sdpa", compile_with: str | None = None, gradient_checkpointing: bool = False,
-    chunk_tokens: int = 1024, adapt: Callable[[Policy], None] | None = None,
+    chunk_tokens: int = 1024, adapt: Callable[[Policy], None] | None = None, offload: bool = False,
 ) -> Policy:
     """The policy around a model, whose weights may be yet to be loaded; sharded where there is a mesh."""
     # Dropout, skipped layers and noise in routers would change the ratio that is being trained on: actors have none.
@@ -205,7 +206,7 @@ def assemble(
         if dtype != torch.float32:
             raise ConfigError(f"policy.dtype={dtype} goes through FSDP2: start the ranks with sharded=True.")
         return policy if ranks.device.type == "cpu" else policy.to(ranks.device)  # it was read on the CPU
-    shard(policy, decoder_layers(policy.model), ranks, dtype)
+    shard(policy, decoder_layers(policy.model), ranks, dtype, offload=offload)
     return policy
 
 
@@ -301,15 +302,19 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
-def shard(module: nn.Module, layers: Sequence[nn.Module], ranks: Ranks, dtype: torch.dtype) -> Any:
+def shard(
+    module: nn.Module, layers: Sequence[nn.Module], ranks: Ranks, dtype: torch.dtype, *, offload: bool = False
+) -> Any:
     """FSDP2: a unit per layer; the root holds embeddings, final norm and head, so its hook gathers them.
 
     Without a mesh the module merely moves to the ranks' device. Rows are cut over the ranks' context axis, if they have
-    one: the ranks along it shard the module, too, so that gradients are added up over both.
+    one: the ranks along it shard the module, too, so that gradients are added up over both. With `offload` shards
+    lie in host memory, and each unit's are copied to the device as it is gathered.
     """
     for part in module.modules() if ranks.context is not None else ():
         if isinstance(part, PreTrainedModel):
             setattr(part, AXIS, ranks.context)
+    on_gpu, offload = ranks.device.type == "cuda", offload and ranks.fsdp_mesh is not None
     if ranks.fsdp_mesh is not None:
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -317,5 +322,15 @@ def shard(module: nn.Module, layers: Sequence[nn.Module], ranks: Ranks, dtype: t
         # Quantized weights are blocks that no rank could use in part: each has them whole.
         whole = {parameter for parameter in module.parameters() if not parameter.is_floating_point()}
         for part in (*layers, module):
-            fully_shard(part, mesh=ranks.fsdp_mesh, mp_policy=precision, ignored_params=whole or None)
-    return materialize(module, ranks.device)
+            fully_shard(
+                part, mesh=ranks.fsdp_mesh, mp_policy=precision, ignored_params=whole or None,
+                offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy(),
+            )
+    if not offload:
+        return materialize(module, ranks.device)
+    materialize(module, torch.device("cpu"))
+    for part in module.modules():
+        part._buffers.update({
+            name: buffer if buffer is None else buffer.to(ranks.device) for name, buffer in part._buffers.items()
+        })
+    return module

@@ -126,7 +126,7 @@ def load_reference(
     path = settings.model_path or start
     try:
         # Its passes read `dtype`, and it never learns: float32 would be twice the memory for the same numbers.
-        model = load_policy(path, dtype=dtype, masters=dtype, ranks=ranks, **passes)
+        model = load_policy(path, dtype=dtype, masters=dtype, ranks=ranks, offload=settings.offload, **passes)
         reference = FrozenPolicy(model, name="reference")
         reference.check_same_vocabulary(policy)
     except ConfigError as error:

@@ -154,6 +154,8 @@ class OptimizerConfig:
     """Adam's epsilon."""
     weight_decay: float = 0.0
     """Weight decay of matrices: decoupled, except with sgd."""
+    offload: bool = False
+    """Keep the moments in host memory between steps: a GPU holds those of some parameters at a time."""
     options: dict[str, Any] = field(default_factory=dict)
     """The optimizer's own constants: momentum and nesterov of sgd and muon, ns_steps of muon."""
     max_grad_norm: float = ranged(1.0, gt=0)

@@ -233,6 +233,8 @@ class ReferenceConfig:
     """The KL term's reference model, a local checkpoint with the policy's vocabulary; null is the run's start."""
     sync_every_steps: int = ranged(0, ge=0)
     """Replace the reference by the current policy every so many steps; 0 never."""
+    offload: bool = False
+    """Keep the reference model's shards in host memory: each layer's are copied to the GPU as it computes."""
 
 
 @dataclass

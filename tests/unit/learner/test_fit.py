@@ -95,8 +95,15 @@ def test_every_means_that_saves_or_takes_memory_is_counted():
     assert rank_memory(replace(plain, snapshot=None), model).total < total
     eight = replace(plain, policy=PolicyConfig(optimizer=OptimizerConfig(name="adam8bit")))
     assert rank_memory(eight, model).total < total
+    away = [rank_memory(replace(job, policy=replace(job.policy, optimizer=replace(job.policy.optimizer, offload=True))),
+                        model) for job in (plain, replace(plain, mesh=Mesh(shard=2)))]
+    kept = rank_memory(plain, model).kinds["moments"]
+    assert all("moments" not in one.kinds for one in away) and away[0].total < total
+    assert away[0].offloaded == kept and away[1].offloaded == pytest.approx(kept / 2, rel=0.02)
     settings = ("kl.mode=loss_k3", "kl.coef=0.1", "loss.anchor=ewma", "loss.surrogate=decoupled_ppo")
     assert a_job(*settings).frozen_copies == (torch.float32, torch.float32)
+    offloaded = [a_job(*settings, "reference.offload=true", on_gpu=on_gpu).frozen_copies for on_gpu in (False, True)]
+    assert offloaded == [(torch.float32, torch.float32), (torch.float32,)]
 
 
 @pytest.mark.parametrize("how", [LoraBase.nf4, LoraBase.int8])

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from learner.model import optimizer as optimizers
+from learner.model.critic_network import build_critic
 from learner.model.gradients import optimizer_step
+from learner.model.moments import offload
 from learner.model.optimizer import OPTIMIZERS, Schedule, allocate_moments, check_optimizer, make_optimizer
 from learner.model.policy import load_policy
 from learner.ranks.mesh import Ranks
-from streamrl.config.schema import OptimizerConfig
+from streamrl.config.schema import CriticConfig, OptimizerConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.test_checkpoint import Training, equal
 
@@ -109,10 +111,50 @@ def test_memory_taken_before_the_first_step_changes_no_later_one(checkpoints, na
     assert torch.equal(trained(checkpoints["qwen3"], name, options=options), plain)
 
 
+@pytest.mark.shows("policy.optimizer.offload")
+@pytest.mark.parametrize("name", NAMES)
+def test_moments_in_host_memory_change_no_number_and_are_copies_there(checkpoints, name, monkeypatch):
+    monkeypatch.setattr(offload, "_NUMBERS_AT_ONCE", 500)
+    copies, like = [], offload._like
+    monkeypatch.setattr(offload, "_like", lambda *given, **more: copies.append(like(*given, **more)) or copies[-1])
+    plain = trained(checkpoints["qwen3"], name)
+    assert not copies
+    assert torch.equal(trained(checkpoints["qwen3"], name, offload=True), plain)
+    assert bool(copies) == (name in ("adamw", "muon", "adam8bit")), "the others hold no moments"
+
+
+@pytest.mark.shows("critic.optimizer.offload")
+@pytest.mark.parametrize("away", [False, True])
+def test_a_critic_may_keep_its_moments_in_host_memory(checkpoints, away):
+    config = CriticConfig(optimizer=OptimizerConfig(lr=1e-3, offload=away))
+    critic = build_critic(
+        config, "gae", load_policy(checkpoints["qwen3"]), checkpoints["qwen3"], num_steps=1, dtype=torch.float32,
+        ranks=Ranks(),
+    )
+    assert isinstance(critic.optimizer, offload.OffloadedOptimizer) == away
+
+
+def test_few_moments_are_on_the_device_at_a_time(monkeypatch):
+    monkeypatch.setattr(offload, "_NUMBERS_AT_ONCE", 128)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(9)))
+    optimizer = make_optimizer(layers, OptimizerConfig(offload=True))
+    stepped = []
+    optimizer._members[0].register_step_pre_hook(
+        lambda member, *_: stepped.append(sum(p.numel() for group in member.param_groups for p in group["params"]))
+    )
+    for parameter in layers.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(2):
+        optimizer.step()
+    assert max(stepped) == 128 and sum(stepped) == 2 * 9 * 72
+    assert [len(group["params"]) for group in optimizer._members[0].param_groups] == [9, 9]
+
+
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("name", [*NAMES, "sgd with momentum"])
+@pytest.mark.parametrize("name", [*NAMES, "sgd with momentum", "adamw offloaded", "adam8bit offloaded"])
 def test_a_run_resumes_exactly_with_every_optimizer(checkpoints, tmp_path, name, sharded, monkeypatch):
     settings = {"name": name.partition(" ")[0], "options": {"momentum": 0.9} if "momentum" in name else {}}
+    settings["offload"] = "offloaded" in name
     ranks = Ranks.start("cpu", sharded=True) if sharded else Ranks()
     monkeypatch.setattr("tests.unit.learner.test_checkpoint.ALONE", ranks)
     monkeypatch.setattr("tests.unit.learner.test_checkpoint.load_policy", lambda path: load_policy(path, ranks=ranks))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import empty_micro_batch, pack
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
-from learner.model.reference import FrozenPolicy
+from learner.model.reference import FrozenPolicy, load_reference
 from learner.ranks.mesh import Ranks, local_part
-from streamrl.config.schema import OptimizerConfig
+from streamrl.config.schema import OptimizerConfig, ReferenceConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch, tiny_checkpoint
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 MICRO = pack(batch(2, 2), 500)[0]
 
 
-@pytest.fixture(params=["one process", "sharded", "half precision"])
+@pytest.fixture(params=["one process", "sharded", "half precision", "offloaded"])
 def how(request):
     """Keyword arguments of `load_policy`."""
     ranks = Ranks() if request.param == "one process" else Ranks.start("cpu", sharded=True)
@@ -33,10 +34,11 @@ def ranks(how):
 
 
 @pytest.fixture
-def pair(checkpoints, how):
+def pair(checkpoints, how, request):
     """A policy and a frozen copy of its start."""
-    directory = checkpoints["qwen3-tied"]
-    return load_policy(directory, **how), FrozenPolicy(load_policy(directory, **how), name="reference")
+    directory, offload = checkpoints["qwen3-tied"], request.node.callspec.params["how"] == "offloaded"
+    copy = load_policy(directory, **how, offload=offload)
+    return load_policy(directory, **how), FrozenPolicy(copy, name="reference")
 
 
 def score(policy) -> torch.Tensor:
@@ -111,6 +113,19 @@ def test_a_copy_that_has_moved_comes_back_from_a_checkpoint(tmp_path, pair, chec
     start = fresh.score(MICRO)
     assert fresh.restore(find_checkpoint(tmp_path / "with", ranks).shards()) is True
     assert torch.equal(fresh.score(MICRO), moved) and not torch.allclose(start, moved, atol=1e-3)
+
+
+@pytest.mark.shows("reference.offload")
+@pytest.mark.parametrize("how", ["sharded", "half precision"], indirect=True)
+def test_a_reference_in_host_memory_scores_bit_for_bit_as_one_on_the_device(checkpoints, how):
+    start, policy = checkpoints["qwen3-tied"], load_policy(checkpoints["qwen3-tied"], **how)
+    plain, offloaded = (
+        load_reference(ReferenceConfig(offload=offload), start, policy, passes={}, **how) for offload in (False, True)
+    )
+    assert torch.equal(plain.score(MICRO), offloaded.score(MICRO))
+    units = [unit for unit in offloaded._policy.modules() if isinstance(unit, FSDPModule)]
+    policies = [unit._get_fsdp_state()._fsdp_param_group.offload_policy for unit in units]
+    assert len(units) == 3 and all(isinstance(one, CPUOffloadPolicy) for one in policies)
 
 
 def test_an_empty_micro_batch_is_scored_to_nothing(pair):

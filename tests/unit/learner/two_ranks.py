@@ -116,7 +116,9 @@ def start(work: Path, ranks: Ranks, name: str = "adamw", lora: LoraConfig | None
         work / "model", ranks=ranks, chunk_tokens=7, gradient_checkpointing=ranks.mesh.world > 1,
         adapt=None if lora is None else partial(add_adapter, config=lora, seed=7),
     )
-    optimizer = make_optimizer(policy, OptimizerConfig(name=name, lr=1e-3, weight_decay=0.1))
+    # Moments in 8 bits lie in host memory on two ranks: the results must not know.
+    away = name == "adam8bit" and ranks.mesh.world > 1
+    optimizer = make_optimizer(policy, OptimizerConfig(name=name, lr=1e-3, weight_decay=0.1, offload=away))
     if lora is not None:
         reference: FrozenPolicy = FrozenAdapter(policy, name="reference", off=True)
     else:
