@@ -11,6 +11,7 @@ All of it is collective over the learner's ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,9 +21,16 @@ import torch
 from torch import Tensor
 
 from learner.checkpoint.shards import reshard
-from learner.data.packing import MicroBatch, pack_minibatches
+from learner.data.packing import MicroBatch, halves, pack_minibatches
 from learner.data.trajectories import Trajectory
-from learner.model.gradients import BatchResult, GradientCosine, optimizer_step, reduce_gradients
+from learner.model.gradients import (
+    BatchResult,
+    GradientCosine,
+    can_restart,
+    forget_passes,
+    optimizer_step,
+    reduce_gradients,
+)
 from learner.model.networks import Networks
 from learner.model.optimizer import Schedule
 from learner.model.policy import Policy
@@ -37,8 +45,11 @@ from learner.objective.statistics.step import StepStatistics, TrainedBatch
 from learner.publish.rounding import with_wire_precision
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
+from streamrl.errors import ConfigError
 from streamrl.messages import PlanRow
 from streamrl.metrics.meter import Meter
+
+log = logging.getLogger("streamrl.learner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +196,7 @@ class Trainer:
             with self.with_wire_precision():  # the policy that is scored is the one that actors sample from
                 if number == 0:  # for what all steps share: losses that must see the whole batch first, anchors
                     plan = self._scored(plan, batch, statistics)
-                self._accumulate(plan, minibatch, statistics)
+                plan = self._accumulate(plan, minibatch, statistics)
             if number == 0 and self.networks.critic is not None:
                 with self.clock.timed("critic"):
                     critic = self.networks.critic.fit(batch, plan.critic_targets, step=self.step)
@@ -212,15 +223,37 @@ class Trainer:
             statistics.scored(plan)
         return plan
 
-    def _accumulate(self, plan: BatchPlan, minibatch: Sequence[MicroBatch], statistics: StepStatistics) -> None:
-        """Add the gradients of a minibatch up."""
-        policy = self.networks.policy
+    def _accumulate(self, plan: BatchPlan, minibatch: list[MicroBatch], statistics: StepStatistics) -> BatchPlan:
+        """Add the gradients of a minibatch up; one that does not fit into memory is split, in `minibatch` and plan."""
         with self.clock.timed("forward_backward"):
-            last = max((at for at, one in enumerate(minibatch) if one.has_gradient), default=0)
-            for at, micro_batch in enumerate(minibatch):
-                reduce_gradients(policy, at == last or not self.settings.reduce_once)
+            while (failed := self._passes(plan, minibatch, statistics)) is not None:
+                at, cause = failed
+                whole = minibatch[at]
+                check_split(whole, cause, self.ranks, possible=can_restart(self.networks.policy))
+                forget_passes(self.networks.policy)  # it may have failed amid its backward pass: all begin again
+                minibatch[at : at + 1] = parts = halves(
+                    whole, plan.rows, bootstrap=self.objective.has_critic, share=self.networks.shares_prompts
+                )
+                plan = plan.cut(whole, parts)
+                statistics.split(plan)
+                log.warning("a micro-batch of %d tokens did not fit into memory and is split: %s (%s)",
+                            whole.num_tokens, _REMEDY, cause)
+        return plan
+
+    def _passes(
+        self, plan: BatchPlan, minibatch: Sequence[MicroBatch], statistics: StepStatistics
+    ) -> tuple[int, str] | None:
+        """The passes of a minibatch; the place of a micro-batch that memory did not suffice for, and the error."""
+        policy, once = self.networks.policy, self.settings.reduce_once and self.ranks.mesh.world > 1
+        last = max((at for at, one in enumerate(minibatch) if one.has_gradient), default=0)
+        for at, micro_batch in enumerate(minibatch):
+            reduce_gradients(policy, at == last or not once)
+            try:
                 forward_backward(policy, micro_batch, plan, statistics, self.ranks)
-                self.callbacks.queued()
+            except torch.OutOfMemoryError as error:  # which holds the tensors of the pass: it ends here
+                return at, str(error).split(". ")[0]
+            self.callbacks.queued()
+        return None
 
     def _advance(self, result: BatchResult) -> None:
         """The version goes up by the batch's optimizer steps, unless none of them had finite gradients."""
@@ -264,3 +297,22 @@ def forward_backward(
     else:
         reshard(policy)  # no backward pass will free the gathered root, whose gradients would be lost with it
     return loss.detach()
+
+
+_REMEDY = "lower learner.max_tokens_per_device, or set policy.gradient_checkpointing=true"
+
+
+def check_split(whole: MicroBatch, cause: str, ranks: Ranks, *, possible: bool) -> None:
+    """Raise ConfigError where a micro-batch that did not fit into memory cannot be split."""
+    if ranks.mesh.world > 1 or not possible:  # other ranks are inside collectives of the pass that failed here
+        raise ConfigError(
+            f"a micro-batch of {whole.num_tokens} tokens did not fit into the memory of learner rank {ranks.rank}; "
+            f"with several ranks, or FSDP2 of torch before 2.13, none is split: {_REMEDY}. torch: {cause}"
+        )
+    if len(whole.trajectory_ids) < 2:
+        raise ConfigError(
+            f"a trajectory of {whole.num_tokens} tokens does not fit into memory by itself: set "
+            "policy.gradient_checkpointing=true, lower learner.logprob_chunk_tokens or the limits of its length "
+            "(rollout.max_prompt_tokens, rollout.train.sampling.max_new_tokens), or take more ranks with "
+            f"learner.mesh.context. torch: {cause}"
+        )

@@ -116,6 +116,16 @@ def pack(
     ]
 
 
+def halves(whole: MicroBatch, trajectories: Sequence[Trajectory], *, bootstrap: bool, share: bool) -> list[MicroBatch]:
+    """The trajectories of a micro-batch in two; `trajectories`, `bootstrap` and `share` are those of its `pack`."""
+    places, middle = whole.trajectory_ids, len(whole.trajectory_ids) // 2
+    budget = sum(trajectories[place].num_tokens for place in places)
+    return [
+        replace(part, has_gradient=whole.has_gradient) for chosen in (places[:middle], places[middle:])
+        for part in pack(trajectories, budget, bootstrap=bootstrap, places=chosen, share=share)
+    ]
+
+
 def _needed(row: Trajectory, actions: np.ndarray, bootstrap: bool) -> list[np.ndarray]:
     """The tokens of each sequence of the trajectory that a pass needs."""
     found = []

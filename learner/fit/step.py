@@ -118,7 +118,7 @@ def step_peaks(job: Job, model_config: Any) -> tuple[dict[str, Counter[str]], in
         trained = [p for p in policy.parameters() if p.requires_grad]
         copies = [] if job.snapshot is None else [local_part(p.detach()).to(job.snapshot, copy=True) for p in trained]
         live.label("snapshot for publishing", copies, again=True)
-        if job.reduce_once:
+        if job.reduce_once and job.mesh.world > 1:
             reduce_gradients(policy, False)
             _pass(job, policy, live)
             reduce_gradients(policy, True)

@@ -133,6 +133,21 @@ def reduce_gradients(module: nn.Module, now: bool) -> None:
         module.set_requires_gradient_sync(now)
 
 
+def can_restart(module: nn.Module) -> bool:
+    """Whether passes go on after one that an exception ended; FSDP2 of torch before 2.13 cannot."""
+    return not isinstance(module, FSDPModule) or hasattr(module, "reset_iter_state")
+
+
+def forget_passes(module: nn.Module) -> None:
+    """Forget all gradients, and those of a pass that an exception ended."""
+    module.zero_grad(set_to_none=True)  # where FSDP2 has gathered weights, of the gathered ones
+    if isinstance(module, FSDPModule):
+        module.reset_iter_state()
+        module.zero_grad(set_to_none=True)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # the free blocks are cut for passes of another size
+
+
 def grad_norm(gradients: list[Tensor], ranks: Ranks) -> float:
     """Euclidean norm over all gradients, each part counted once; a collective call.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from learner.ranks.mesh import Ranks
 from streamrl.algorithms.types import ClipBounds
 from streamrl.config.schema import AdvantageBy
 from streamrl.messages import PlanRow
+
+Values = TypeVar("Values", PassOutputs, Advantages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +138,15 @@ class BatchPlan:
         """The scoring pass's outputs for this micro-batch; empty if there was no pass."""
         return self.outputs.get(batch.trajectory_ids, PassOutputs())
 
+    def cut(self, whole: MicroBatch, parts: Sequence[MicroBatch]) -> BatchPlan:
+        """The plan that knows of each part of a micro-batch what it knows of the whole."""
+        outputs, advantages = dict(self.outputs), dict(self.advantages)
+        for part, found in product(parts, (outputs, advantages)):
+            if whole.trajectory_ids in found:
+                rows = [whole.trajectory_ids.index(place) for place in part.trajectory_ids]
+                found[part.trajectory_ids] = _rows(found[whole.trajectory_ids], rows, part.mask.shape[1])
+        return replace(self, outputs=outputs, advantages=advantages)
+
     def critic_targets(self, batch: MicroBatch) -> Targets:
         """The critic's targets in this micro-batch."""
         found, outputs = self.advantages[batch.trajectory_ids], self.outputs_of(batch)
@@ -144,6 +156,15 @@ class BatchPlan:
     def of_rows(self, per_trajectory: Tensor, batch: MicroBatch) -> Tensor:
         """The values of a micro-batch's trajectories among those [R] of this rank, on the micro-batch's device."""
         return per_trajectory[torch.tensor(batch.trajectory_ids)].to(batch.mask.device)
+
+
+def _rows(values: Values, rows: Sequence[int], width: int) -> Values:
+    """These trajectories' rows of tensors [S, A] and [S], of which `width` action tokens are left."""
+    cut = {
+        one.name: None if (tensor := getattr(values, one.name)) is None else tensor[rows][..., :width]
+        if tensor.dim() > 1 else tensor[rows] for one in fields(values)
+    }
+    return type(values)(**cut)
 
 
 def _oldest_lags(tensors: PlanTensors, lag_policy: LagPolicy) -> Tensor | None:

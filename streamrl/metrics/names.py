@@ -144,6 +144,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("policy/shared_fraction", "fraction", "mean", "Tokens without a pass of their own, as another answer to the "
                                                        "same prompt has them (`learner.share_prompts`)."),
         ("policy/num_microbatches", "micro-batches", "sum", "Micro-batches of this step, over all ranks."),
+        ("policy/num_split_microbatches", "splits", "sum", "Micro-batches that did not fit into memory, split in two."),
         ("policy/num_skipped_steps", "steps", "sum", "1 if the step was skipped for a non-finite loss or gradient."),
     ) + section(
         ("kl/value", "nats", "mean", "KL to the reference model, per token."),

@@ -65,6 +65,7 @@ class StepStatistics:
         """The batch's optimizer step of this number, counted from 0, follows."""
         plan, tensors = self._plan, self._plan.tensors
         self.version, self._meter = plan.version + number, Meter()
+        self._meter.add("policy/num_split_microbatches", 0.0)
         self._unmeasured: list[tuple[TokenBatch, LossTerms]] = []
         mine = (tensors.minibatches == number % tensors.num_minibatches).nonzero()[:, 0].tolist()
         left_out, oldest_lags = sorted(set(plan.left_out) & set(mine)), plan.oldest_lags
@@ -80,6 +81,12 @@ class StepStatistics:
         self._scored = plan
         if plan.rho_bar is not None:
             self._meter.add("control/rho_bar", plan.rho_bar)
+
+    def split(self, plan: BatchPlan) -> None:
+        """A micro-batch was split in two, which made this plan: the passes of the step are made again."""
+        self._scored = plan
+        self._unmeasured.clear()
+        self._meter.add("policy/num_split_microbatches", 1.0)
 
     def note(self, tokens: TokenBatch, terms: LossTerms) -> None:
         """A micro-batch had its loss: nothing is read from the device before `finish`."""
