@@ -88,7 +88,7 @@ def test_two_depths_tell_what_counting_every_layer_does(policy, ranks):
 
 def test_every_means_that_saves_or_takes_memory_is_counted():
     model = small()
-    plain = a_job(on_gpu=True)
+    plain = a_job(on_gpu=True, mesh=Mesh(shard=2))
     total = rank_memory(plain, model).total
     for more in ({"reduce_once": True}, {"frozen_copies": (torch.bfloat16,)}, {"critic_model": True}, {"tokens": 128}):
         assert rank_memory(replace(plain, **more), model).total > total, more
