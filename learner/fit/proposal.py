@@ -17,6 +17,7 @@ FEWEST_SEQUENCES = 8
 METHODS: Mapping[str, tuple[str, ...]] = {
     "every weight": (),
     "every weight, moments in 8 bits": ("policy.optimizer.name=adam8bit",),
+    "every weight, moments in host memory": ("policy.optimizer.offload=true",),
     "an adapter": ("policy.lora.rank=32",),
     "an adapter on a base in 4 bits": ("policy.lora.rank=32", "policy.lora.base_quantization=nf4"),
 }
