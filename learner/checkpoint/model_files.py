@@ -140,7 +140,7 @@ class ModelFiles:
         """Read this rank's rows of every weight; cast on the device that they are on."""
         for name, tensor in _saved_tensors(model):
             box, local = local_box(tensor), local_part(tensor.detach())
-            if not local.numel():
+            if not local.numel() or local.is_meta:  # of a layer that is not used
                 continue
             if box.shape:
                 rows = self._slice(name)[tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))]
@@ -168,6 +168,8 @@ def spread(whole: nn.Module | None, model: nn.Module, ranks: Ranks) -> None:
     held = dict(_saved_tensors(whole)) if whole is not None else {}
     for name, tensor in _saved_tensors(model):
         local = local_part(tensor.detach())
+        if local.is_meta:
+            continue
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=ranks.device)
         if held:
             full.copy_(held[name])

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from learner.data.layout import PackedLayout
 from learner.model.attention.packed import decoder_of, packed_states, registered
 from learner.model.critic import Critic
 from learner.model.optimizer import make_optimizer, make_schedule
-from learner.model.policy import Policy, decoder_layers, load_policy, shard
+from learner.model.policy import Policy, load_policy, shard
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import find_estimator
 from streamrl.config.schema import CriticConfig, CriticKind
@@ -144,16 +144,36 @@ def build_critic(
         head = make_head(tensors, policy.hidden_size, outputs)
         module: nn.Module = shard(head, [], ranks, torch.float32)
     else:
-        start = load_policy(
-            config.model_path or model_dir, max_tokens=max_tokens, share_prompts=policy.shares_prompts
+        module = _critic_model(
+            Path(config.model_path or model_dir), lambda size: make_head(tensors, size, outputs), policy, ranks, dtype,
+            max_tokens=max_tokens,
         )
-        start.model.set_attn_implementation(registered(policy.attention))
-        head = make_head(tensors, start.hidden_size, outputs)
-        network = CriticModel(decoder_of(start.model), head, shares_prompts=start.shares_prompts)
-        module = shard(network, decoder_layers(start.model), ranks, dtype)
+        head = module.head
     return Critic(
         module, head.outer, make_optimizer(module, config.optimizer, setting="critic.optimizer"),
         make_schedule(config.optimizer, config.scheduler, num_steps=num_steps, setting="critic.scheduler"),
         ranks=ranks, reads_policy=config.kind is CriticKind.head, of_actions=of_actions, clip=config.clip,
         num_steps=config.num_steps, max_grad_norm=config.optimizer.max_grad_norm, moments=moments,
     )
+
+
+def _critic_model(
+    model_dir: Path, head_of: Callable[[int], ValueHead], policy: Policy, ranks: Ranks, dtype: torch.dtype, *,
+    max_tokens: int | None,
+) -> CriticModel:
+    """The decoder of a checkpoint, of which each rank reads the rows of its shards, with a value head on it."""
+    made: list[CriticModel] = []
+
+    def around(start: Policy) -> CriticModel:
+        start.model.set_attn_implementation(registered(policy.attention))
+        made.append(CriticModel(
+            decoder_of(start.model), head_of(start.hidden_size), shares_prompts=start.shares_prompts
+        ))
+        return made[0]
+
+    # Without a mesh nothing is sharded, and the type of a policy's passes would be refused.
+    start = load_policy(
+        model_dir, max_tokens=max_tokens, share_prompts=policy.shares_prompts, ranks=ranks, around=around,
+        dtype=dtype if ranks.fsdp_mesh is not None else torch.float32,
+    )
+    return made[0] if made else around(start)

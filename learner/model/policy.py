@@ -141,6 +141,7 @@ def load_policy(
     chunk_tokens: int = 1024, ranks: Ranks | None = None, max_tokens: int | None = None, attention: str = "sdpa",
     share_prompts: bool = False, compile_with: str | None = None,
     adapt: Callable[[Policy], None] | None = None, masters: torch.dtype = torch.float32, offload: bool = False,
+    around: Callable[[Policy], nn.Module] | None = None,
 ) -> Policy:
     """A policy from a local checkpoint, ready to train; a collective call.
 
@@ -159,6 +160,8 @@ def load_policy(
         adapt: changes its layers, before they are sharded.
         masters: type of the weights between the passes, with a mesh; a policy that is trained needs float32.
         offload: keep this rank's shards in host memory, with a mesh; for a policy that is not trained.
+        around: makes the network of its layers that is sharded in its place, with a mesh; what that leaves out is not
+            read.
     Raises:
         ConfigError: no such directory, a model whose packed log-probs would not be its own, or an attention that cannot
             be computed here; on every rank.
@@ -176,6 +179,7 @@ def load_policy(
     policy = assemble(
         model, ranks, dtype=dtype, rule=rule, shares_prompts=shares, attention=attention, compile_with=compile_with,
         gradient_checkpointing=gradient_checkpointing, chunk_tokens=chunk_tokens, adapt=adapt, offload=offload,
+        around=around,
     )
     if files is not None:
         files.fill(policy.model)
@@ -188,6 +192,7 @@ def assemble(
     model: Any, ranks: Ranks, *, dtype: torch.dtype, rule: LogitRule = PLAIN, shares_prompts: bool = False,
     attention: str = "sdpa", compile_with: str | None = None, gradient_checkpointing: bool = False,
     chunk_tokens: int = 1024, adapt: Callable[[Policy], None] | None = None, offload: bool = False,
+    around: Callable[[Policy], nn.Module] | None = None,
 ) -> Policy:
     """The policy around a model, whose weights may be yet to be loaded; sharded where there is a mesh."""
     # Dropout, skipped layers and noise in routers would change the ratio that is being trained on: actors have none.
@@ -196,7 +201,7 @@ def assemble(
     _set_passes(policy, attention, compile_with)
     if adapt is not None:
         adapt(policy)
-    if ranks.mesh.tensor > 1 and ranks.device_mesh is not None:
+    if ranks.mesh.tensor > 1 and ranks.device_mesh is not None and around is None:
         if compile_with is not None:
             raise ConfigError("learner.compile=true does not know learner.mesh.tensor: leave one of them out.")
         split_model(model, ranks.device_mesh["tensor"])
@@ -206,7 +211,7 @@ def assemble(
         if dtype != torch.float32:
             raise ConfigError(f"policy.dtype={dtype} goes through FSDP2: start the ranks with sharded=True.")
         return policy if ranks.device.type == "cpu" else policy.to(ranks.device)  # it was read on the CPU
-    shard(policy, decoder_layers(policy.model), ranks, dtype, offload=offload)
+    shard(policy if around is None else around(policy), decoder_layers(policy.model), ranks, dtype, offload=offload)
     return policy
 
 

@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner.checkpoint.model_files import ModelFiles
+from learner.model.critic_network import build_critic
 from learner.model.policy import load_policy
 from learner.ranks.mesh import Ranks
+from streamrl.config.schema import CriticConfig, CriticKind
 
 WIDTH, NUM_LAYERS = 512, 12  # 8 MiB a layer in float32
 
@@ -65,6 +67,12 @@ def main() -> None:
         "rank": ranks.rank, "extra_mib": watch.peak - watch.before, "read_mib": read[-1] / 2**20,
         "file_mib": sum(p.numel() for p in policy.parameters()) * 2 / 2**20,
     }
+    critic = build_critic(
+        CriticConfig(kind=CriticKind.model), "gae", policy, folder / "model", num_steps=1, dtype=torch.float32,
+        ranks=ranks,
+    )
+    found["critic_read_mib"] = read[-1] / 2**20
+    found["critic_file_mib"] = sum(p.numel() for p in critic.module.decoder.parameters()) * 2 / 2**20
     print(json.dumps(found), flush=True)
     ranks.barrier()
     ranks.close()

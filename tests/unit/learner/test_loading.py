@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from learner.checkpoint.model_files import ModelFiles, empty_model
 from learner.data.packing import pack
 from learner.model.attention.packed import ATTENTION
+from learner.model.critic_network import build_critic
 from learner.model.policy import load_policy
 from learner.model.reference import load_reference
 from learner.ranks.mesh import Ranks, local_part
-from streamrl.config.schema import Config
+from streamrl.config.schema import Config, CriticConfig, CriticKind
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch
 from tests.unit.learner.test_two_ranks import launch_script
@@ -65,6 +66,32 @@ def test_files_whose_names_are_not_the_models_are_loaded_once_and_spread(checkpo
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3", "gpt2"])
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_critic_of_its_own_reads_the_weights_that_a_lone_process_does(checkpoints, tmp_path, kind, renamed, ranks):
+    folder = tmp_path / "start"
+    shutil.copytree(checkpoints[kind], folder)
+    if renamed:  # as a reward model's: rank 0 reads it
+        tensors = load_file(folder / "model.safetensors")
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(("lm_head", "transformer.wpe"))}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = CriticConfig(kind=CriticKind.model)
+    made = []
+    for where in (Ranks(), ranks):
+        torch.manual_seed(0)
+        policy = load_policy(checkpoints[kind], ranks=where)
+        torch.manual_seed(0)
+        made.append(build_critic(config, "gae", policy, folder, num_steps=1, dtype=torch.float32, ranks=where))
+    lone, sharded = (contents(one.module.decoder) for one in made)
+    assert lone.keys() == sharded.keys()
+    for name, tensor in lone.items():
+        if not (renamed and "wpe" in name):  # which is then random
+            assert torch.equal(sharded[name], tensor), name
+    (micro,) = pack(batch(1, 4), 500)
+    args = micro.tokens, micro.positions, micro.packing, micro.state_index
+    assert made[1].module(*args).shape == made[0].module(*args).shape
+
+
 def test_a_model_that_cannot_be_trained_packed_is_refused_with_shards_too(checkpoints, tmp_path, ranks):
     folder = tmp_path / "dynamic"
     shutil.copytree(checkpoints["llama-tied"], folder)
@@ -101,6 +128,8 @@ def test_no_rank_holds_the_model_while_it_loads(tmp_path):
     ranks = sorted((json.loads(line) for line in done.splitlines()), key=lambda one: one["rank"])
     assert [one["rank"] for one in ranks] == [0, 1] and all(one["read_mib"] == ranks[0]["read_mib"] for one in ranks)
     assert ranks[0]["read_mib"] == pytest.approx(ranks[0]["file_mib"] / 2, rel=0.01)
+    for one in ranks:  # a critic of its own: without the output layer
+        assert one["critic_read_mib"] == pytest.approx(one["critic_file_mib"] / 2, rel=0.01) and one["critic_read_mib"]
     assert ranks[1]["extra_mib"] <= 48 + 12, ranks
     assert ranks[0]["extra_mib"] <= 48 + 2 * 8 + 16, ranks
 

@@ -14,10 +14,11 @@ from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import decoder_layers, load_policy
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Mesh, Ranks
-from learner.trainer import Trainer, TrainerSettings, check_split
+from learner.trainer import Trainer, TrainerSettings, check_split, forward_backward
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig
 from streamrl.errors import ConfigError
 from tests.unit.learner.learner_factories import batch, plan_of
+from tests.unit.learner.test_trainer import trained_alone
 
 PLAIN = LossConfig(veto_low=None, veto_high=None)
 
@@ -127,3 +128,21 @@ def test_several_ranks_split_nothing_and_say_what_helps():
     with pytest.raises(ConfigError, match=r"learner rank 1; with several ranks, .*lower learner.max_tokens_per_device"):
         check_split(whole, "CUDA out of memory", Ranks(1, Mesh(1, 2)), possible=True)
     check_split(whole, "CUDA out of memory", Ranks(), possible=True)
+
+
+@pytest.mark.parametrize("words", [("algorithm=ppo",), ("kl.mode=k2_is", "kl.coef=0.1")], ids=["critic", "reference"])
+def test_a_run_with_a_critic_or_a_reference_trains_the_same_after_a_split(tmp_path, monkeypatch, words):
+    plain, _ = trained_alone(tmp_path, *words)
+    calls = []
+
+    def fake_lack_of_memory(*args):
+        calls.append(None)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("a fake: CUDA out of memory")
+        return forward_backward(*args)
+
+    monkeypatch.setattr("learner.trainer.forward_backward", fake_lack_of_memory)
+    weights, results = trained_alone(tmp_path, *words)
+    assert results[0].measured.flush(1)["policy/num_split_microbatches"] == 1
+    for name, expected in plain.items():
+        torch.testing.assert_close(weights[name], expected, atol=2e-5, rtol=1e-3, msg=name)
