@@ -76,6 +76,7 @@ def measured(folder: Path, names: list[str], variants: list[str], worlds: list[i
     words = [",".join(map(str, some)) for some in (names, variants, worlds)]
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": "65536",
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # threads that read a model in a fork find torch's pool invalid at times
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
