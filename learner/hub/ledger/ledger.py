@@ -29,15 +29,16 @@ from learner.hub.ledger.accept import Acceptance
 from learner.hub.ledger.cut import BatchCutter
 from learner.hub.ledger.explain import Explanations
 from learner.hub.ledger.grant import Grants
-from learner.hub.ledger.membership import Membership
+from learner.hub.ledger.membership import JoinResult, Membership
 from learner.hub.ledger.part import Tables
+from learner.hub.ledger.refusal import AcceptResult
 from learner.hub.ledger.replay import Replay
 from learner.hub.ledger.snapshots import FORMAT, LedgerSnapshot, at_rest, read_snapshot
 from learner.hub.ledger.tables.actors import Effect
-from learner.hub.ledger.tables.groups import GroupState
+from learner.hub.ledger.tables.groups import GroupState, HeldGroup
 from learner.hub.ledger.tables.settings import LedgerSettings
 from learner.hub.ledger.tables.versions import cut_lineage
-from streamrl.messages import Ack, RejectReason
+from streamrl.messages import Ack, ActorHeartbeat, Group, Hello, Lease, LeaseRef, RejectReason, VersionRef
 from streamrl.stream.records import Record
 
 _ALWAYS = (
@@ -61,17 +62,46 @@ class Ledger(Tables):
         self.run_id = run_id
         self.refused_on_resume: list[str] = []
         self._frozen: dict[int, list[int]] = {}  # version of a snapshot -> groups that it has as ended
-        self._membership = Membership(self)
-        self.hello, self.beat = self._membership.hello, self._membership.beat
-        self.installed, self.suspend = self._membership.installed, self._membership.suspend
-        self.distrust, self.drain = self._membership.distrust, self._membership.drain
-        self.bye, self.evict = self._membership.bye, self._membership.evict
-        self.accept = Acceptance(self).accept
-        grants, self.cutter = Grants(self), BatchCutter(self)
-        self.grant_order, self.grant = grants.order, grants.grant
-        self.cut_batch, self.trained = self.cutter.cut_batch, self.cutter.trained
-        explanations = Explanations(self, self.cutter)
-        self.why_waiting, self.what_it_does = explanations.why_waiting, explanations.what_it_does
+        self._membership, self._acceptance, self._grants = Membership(self), Acceptance(self), Grants(self)
+        self.cutter = BatchCutter(self)
+        self._explanations = Explanations(self, self.cutter)
+
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    def grant_order(self) -> list[str]:
+        """List actors that could take what there is, in the order in which to ask for grants."""
+        return self._grants.order()
+
+    def grant(self, actor_id: str, now: float) -> list[Lease]:
+        """Make leases for this actor, at most a fair share; ask the others too, then ask again."""
+        return self._grants.grant(actor_id, now)
+
+    def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
+        """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
+        return self._acceptance.accept(actor_id, group, frame, now)
+
+    def check_version(self, version: int) -> None:
+        """Raise ValueError if no batch can be cut for this version now."""
+        self.cutter.check_version(version)
+
+    def cut_batch(self, version: int) -> list[HeldGroup] | None:
+        """Cut exactly B groups to be trained from this version on, in dispatch order; None if they must be waited for.
+
+        Raises ValueError: `version` is not the learner's, nor that of the next batch ahead.
+        """
+        return self.cutter.cut_batch(version)
+
+    def trained(self, version_after: int, skipped: bool, reason: str = "") -> None:
+        """End the oldest batch in flight: trained, which led to `version_after`, or skipped and quarantined."""
+        self.cutter.trained(version_after, skipped, reason)
+
+    def why_waiting(self, now: float) -> str:
+        """Say what the next batch waits for, in a sentence for a person."""
+        return self._explanations.why_waiting(now)
+
+    def what_it_does(self, actor_id: str, now: float) -> str:
+        """Say what an actor works on, or what it waits for."""
+        return self._explanations.what_it_does(actor_id, now)
 
     # --- durability ---------------------------------------------------------------------------------------------------
 
@@ -162,6 +192,41 @@ class Ledger(Tables):
                 self.lifecycle.hold(record)
 
     # --- actors -------------------------------------------------------------------------------------------------------
+
+    def hello(self, actor_id: str, hello: Hello, now: float) -> JoinResult:
+        """Bind an actor to its link, or refuse it. The newest incarnation wins; a superseded one never returns."""
+        return self._membership.hello(actor_id, hello, now)
+
+    def beat(self, actor_id: str, beat: ActorHeartbeat, now: float) -> bool:
+        """Note what an actor has free; renew its leases if it makes progress, but none it calls stuck or does not hold.
+
+        False: no link, or a fenced one; answer STOP(NO_LINK).
+        """
+        return self._membership.beat(actor_id, beat, now)
+
+    def installed(self, actor_id: str, ref: VersionRef, ok: bool, now: float) -> None:
+        """Note that an actor made a version live or refused it. The shell has checked that its root was published."""
+        self._membership.installed(actor_id, ref, ok, now)
+
+    def suspend(self, actor_id: str, now: float) -> None:
+        """Stop an actor with untrusted weights: its leases go to others, and it gets none until `installed` says so."""
+        self._membership.suspend(actor_id, now)
+
+    def distrust(self, actor_id: str, now: float) -> None:
+        """Cut an actor off that is not believed: groups with its data that no batch has are generated again."""
+        self._membership.distrust(actor_id, now)
+
+    def drain(self, actor_id: str, now: float) -> None:
+        """Let an actor that is leaving finish the leases it has; it gets no new ones."""
+        self._membership.drain(actor_id, now)
+
+    def bye(self, actor_id: str, now: float) -> None:
+        """Remove an actor that has left. What it still held goes back to the pool and counts as no failure."""
+        self._membership.bye(actor_id, now)
+
+    def evict(self, actor_id: str, now: float) -> list[LeaseRef]:
+        """Cut an actor off; its leases go back to the pool, each group at its old place."""
+        return self._membership.evict(actor_id, now)
 
     def num_leases(self, actor_id: str) -> int:
         """Count the open leases of an actor; 0 for one that is not linked."""
