@@ -20,6 +20,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from streamrl.errors import RunLockedError, WeightsError
@@ -27,7 +28,7 @@ from streamrl.messages import InstallSource, Layout, Manifest, VersionRef
 from streamrl.weights.adapter import BASE_REF
 from streamrl.weights.document import HEADER_BYTES, Document, NotAvailable, Superseded
 from streamrl.weights.manifest import document_nbytes
-from streamrl.weights.shm.directory import SHM_ROOT, check_run_id, lock_file, make_private, remove_dead, remove_locked
+from streamrl.weights.shm.directory import SHM_ROOT, check_run_id, lock_file, make_private
 from streamrl.weights.shm.writer import DocumentWriter, SpareFile
 from streamrl.weights.transport import Brought, Receiver
 
@@ -58,8 +59,7 @@ class HostShare:
     def __init__(self, run_id: str, root: Path = SHM_ROOT) -> None:
         check_run_id(run_id)
         self._root = root
-        self._prefix = f"streamrl.share.{os.getuid()}."
-        self.path = root / f"{self._prefix}{run_id}"
+        self.path = root / f"streamrl.share.{os.getuid()}.{run_id}"
         self._membership: int | None = None
         self._lock = threading.Lock()
         # Set by a failed attempt to join, which is not repeated for each version, and by `close`.
@@ -79,34 +79,19 @@ class HostShare:
             if self._membership is None and not self._broken:
                 try:
                     # Here, because no process of a killed run is left to do it.
-                    remove_dead(self._root, prefix=self._prefix, lock_name=MEMBERS)
-                    self._membership = self._enter()
+                    remove_dead(self._root)
+                    self._membership = join(self.path)
                 except (OSError, RunLockedError) as error:
                     self._broken = True
                     log.info("weights are not shared on this host: %s", error)
             return self._membership is not None
 
-    def _enter(self) -> int:
-        """A descriptor that holds shared membership of the directory, made if need be."""
-        while True:
-            with contextlib.suppress(FileNotFoundError):  # its last member is removing it
-                make_private(self.path)
-                if (fd := lock_file(self.path / MEMBERS, fcntl.LOCK_SH)) is not None:
-                    return fd
-            time.sleep(_POLL_S)
-
     def close(self) -> None:
         """Leave; the last member removes the directory. May be called twice."""
         with self._lock:
             fd, self._membership, self._broken = self._membership, None, True
-        if fd is None:
-            return
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)  # other members remain
-        else:
-            remove_locked(self.path, fd, MEMBERS)
+        if fd is not None:
+            leave(self.path, fd)
 
     def document_path(self, manifest: Manifest) -> Path:
         """The path of this version of this run once a member has it."""
@@ -124,11 +109,7 @@ class SharedReceiver:
 
     def receive(self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float) -> Brought:
         """Receive as every receiver does; wait while another process of this host pulls the same version."""
-        def pull() -> Brought:
-            pulled = self._puller.receive(manifest, layout, cancelled=cancelled, deadline=deadline)
-            self.source = self._puller.source
-            return pulled
-
+        pull = partial(self._pull, manifest, layout, cancelled=cancelled, deadline=deadline)
         if not self._share.join():
             return pull()
         path, began = self._share.document_path(manifest), time.monotonic()
@@ -157,6 +138,11 @@ class SharedReceiver:
                 raise Superseded(f"version {manifest.ref}: abandoned for a newer version")
             if time.monotonic() >= deadline:
                 raise NotAvailable(f"version {manifest.ref}: another process of this host did not bring it in time")
+
+    def _pull(self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float) -> Brought:
+        pulled = self._puller.receive(manifest, layout, cancelled=cancelled, deadline=deadline)
+        self.source = self._puller.source
+        return pulled
 
     def _leave(self, path: Path, pulled: Brought) -> Brought:
         """Write what was pulled; from then on the shared pages are used, and the private copy is given back."""
@@ -202,7 +188,7 @@ def _map(path: Path, manifest: Manifest, layout: Layout, began: float) -> Brough
         os.close(fd)
 
 
-# --- the folder: the right to write a version, and cleanup ---------------------------------------------------------
+# --- the folder: membership, the right to write a version, and cleanup ---------------------------------------------
 
 
 def has_room(path: Path, nbytes: int) -> bool:
@@ -258,6 +244,53 @@ class Watch:
             if now != self._seen:
                 self._seen, self._changed_at = now, time.monotonic()
         return time.monotonic() - self._changed_at > STOPPED_S
+
+
+def join(path: Path) -> int:
+    """A descriptor that holds shared membership of the directory, made if need be."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # its last member is removing it
+            make_private(path)
+            if (fd := lock_file(path / MEMBERS, fcntl.LOCK_SH)) is not None:
+                return fd
+        time.sleep(_POLL_S)
+
+
+def leave(path: Path, fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pass  # other members remain
+    else:
+        _remove(path)
+    finally:
+        os.close(fd)
+
+
+def _remove(path: Path) -> None:
+    """Remove what members wrote; only with the membership held exclusively."""
+    with contextlib.suppress(OSError):
+        for entry in path.iterdir():
+            if entry.name.startswith("w."):
+                entry.unlink(missing_ok=True)
+        (path / MEMBERS).unlink(missing_ok=True)
+        path.rmdir()
+
+
+def remove_dead(root: Path) -> None:
+    """Remove directories whose members have all died: the lock shows it, not a name or an age."""
+    for path in root.glob(f"streamrl.share.{os.getuid()}.*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid != os.getuid():
+                continue
+            if not (path / MEMBERS).exists():
+                path.rmdir()  # whose maker died at once; one that lives makes it again
+                continue
+            if (fd := lock_file(path / MEMBERS)) is not None:
+                try:
+                    _remove(path)
+                finally:
+                    os.close(fd)
 
 
 def retire(path: Path) -> None:

@@ -28,8 +28,7 @@ SHM_ROOT = Path("/dev/shm")
 PREFIX = "streamrl-"
 LOCK_NAME = "owner.lock"
 SPARE_NAME = "w.spare.tmp"
-_DOCUMENT = "w."
-"""Begins the name of every file that is ours, but for the lock."""
+_DOCUMENT = re.compile(r"w\.(\d+\.\d+(\.tmp)?|spare\.tmp)")
 _POLL_S = 0.02
 
 
@@ -76,18 +75,18 @@ class RunDirectory:
         """Remove every document, the lock and the directory; may be called twice."""
         if self._fd is None:
             return
-        remove_locked(self.path, self._fd)
+        _remove_locked(self.path, self._fd)
         self._fd = None
 
 
-def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0, lock_name: str = LOCK_NAME) -> bool:
+def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0) -> bool:
     """Remove the directory of a run whose owner is dead, or dies within `wait_s`; True if nothing of it is left."""
     path = Path(path)
     deadline = time.monotonic() + wait_s
     while path.exists():
-        fd = _try_lock(path, run_id, create=False, lock_name=lock_name)
+        fd = _try_lock(path, run_id, create=False)
         if fd is not None:
-            remove_locked(path, fd, lock_name)
+            _remove_locked(path, fd)
             return not path.exists()
         with contextlib.suppress(OSError):  # left empty by an owner or cleaner that died beside the lock file
             path.rmdir()
@@ -97,18 +96,13 @@ def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0, lock_n
     return True
 
 
-def remove_dead(root: Path = SHM_ROOT, *, prefix: str = PREFIX, lock_name: str = LOCK_NAME) -> list[Path]:
-    """Remove this user's directories whose owners were all killed, and the hub that would have done it; returns them.
-
-    Args:
-        prefix: of their names, before the run id.
-        lock_name: the file that a living owner has locked.
-    """
+def remove_dead(root: Path = SHM_ROOT) -> list[Path]:
+    """Remove this user's directories of runs whose owner and hub were both killed; returns them."""
     removed = []
-    for path in root.glob(f"{prefix}*"):
+    for path in root.glob(f"{PREFIX}*"):
         try:
             mine = path.lstat().st_uid == os.getuid() and path.is_dir() and not path.is_symlink()
-            if mine and remove_run_dir(path, path.name.removeprefix(prefix), lock_name=lock_name):
+            if mine and remove_run_dir(path, path.name.removeprefix(PREFIX)):
                 log.warning("%s was removed: a run that is dead had left it", path)
                 removed.append(path)
         except (OSError, RunLockedError) as error:
@@ -140,12 +134,12 @@ def lock_file(path: Path, how: int = fcntl.LOCK_EX, *, create: bool = True) -> i
     return None
 
 
-def _try_lock(path: Path, run_id: str, *, create: bool, lock_name: str = LOCK_NAME) -> int | None:
+def _try_lock(path: Path, run_id: str, *, create: bool) -> int | None:
     """A descriptor that owns the directory; None while another process does or, without `create`, if none ever did."""
     try:
         if create:
             make_private(path)
-        fd = lock_file(path / lock_name, create=create)
+        fd = lock_file(path / LOCK_NAME, create=create)
     except FileNotFoundError:
         return None
     if fd is None:
@@ -162,16 +156,16 @@ def _try_lock(path: Path, run_id: str, *, create: bool, lock_name: str = LOCK_NA
 
 def _remove_documents(path: Path) -> None:
     for entry in list(path.iterdir()):
-        if entry.name.startswith(_DOCUMENT):
+        if _DOCUMENT.fullmatch(entry.name):
             entry.unlink(missing_ok=True)
 
 
-def remove_locked(path: Path, fd: int, lock_name: str = LOCK_NAME) -> None:
-    """Remove what we wrote, the lock last, then the directory unless it holds foreign files; `fd` holds the lock."""
+def _remove_locked(path: Path, fd: int) -> None:
+    """Remove what we wrote, the lock last, then the directory unless it holds foreign files."""
     try:
         _remove_documents(path)
         # The lock last: until then no other process may take the directory for its own.
-        (path / lock_name).unlink(missing_ok=True)
+        (path / LOCK_NAME).unlink(missing_ok=True)
         path.rmdir()
     except FileNotFoundError:
         pass
