@@ -44,6 +44,9 @@ from streamrl.stream.records import BatchCut, Evaluated, RunStopped, StepTaken, 
 
 log = logging.getLogger("streamrl.hub")
 
+MAX_REPLACED = 8
+"""Versions in a row that may be gone before they are served; more, and the hub does not see the learner's files."""
+
 
 class RankHandler:
     """Serves one batch at a time: rank 0's request cuts it, and every rank gets its share of that cut.
@@ -57,7 +60,7 @@ class RankHandler:
         self._decoder = Decoder(RANK_TO_HUB, max_bytes=1 << 40)
         self._routes: dict[int, bytes] = {}
         self._requested_at: dict[int, float] = {}
-        self._version = -1
+        self._version, self._num_replaced = -1, 0
         self._shares: dict[int, BatchShare] = {}
         self._stop_reason: str | None = None
         self._evals: set[int] = set()
@@ -143,7 +146,16 @@ class RankHandler:
                 self._shut_down(message)
 
     def _serve_version(self, message: Publish, now: float) -> None:
-        self._hub.weights.publish(message, now)
+        try:
+            self._hub.weights.publish(message, now)
+        except FileNotFoundError:
+            # A learner of many steps a second replaced it while it waited for the log; a newer version follows.
+            self._num_replaced += 1
+            if self._num_replaced > MAX_REPLACED:
+                raise
+            log.info("version %s was replaced before it could be served", message.manifest.ref)
+            return
+        self._num_replaced = 0
         self._broadcast.published(message, now)
 
     def _once_logged(
