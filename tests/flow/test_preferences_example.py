@@ -14,7 +14,6 @@ import pytest
 from tests.docs.extract import ROOT, extract
 
 FOLDER = ROOT / "examples" / "8_preferences"
-SHORTER = {"train-reward-model": ["trainer.num_steps=250"], "launch": ["trainer.num_steps=40"]}
 
 
 @pytest.mark.timeout(600)
@@ -25,7 +24,7 @@ def test_the_commands_of_the_page_train_one_model_after_another(tmp_path: Path):
     for program, *words in map(str.split, "\n".join(page).splitlines()):
         module = [] if program == "python" else ["-m", "streamrl.cli"]
         done = subprocess.run(
-            [sys.executable, *module, *words, *SHORTER.get(words[0], [])], cwd=tmp_path,
+            [sys.executable, *module, *words], cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
         )
         assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
