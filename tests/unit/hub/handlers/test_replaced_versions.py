@@ -14,7 +14,7 @@ from tests.unit.hub.handlers.test_refused_ranks import MANIFEST
 
 
 @pytest.mark.timeout(60)
-def test_versions_that_were_replaced_are_passed_over_but_not_for_ever(tmp_path, monkeypatch, caplog):
+def test_versions_that_were_replaced_are_passed_over_but_not_without_limit(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     epoch = MANIFEST.ref.learner_epoch
 
