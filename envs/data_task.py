@@ -122,7 +122,7 @@ def player(reward: RewardFunction, name: str, shape: RecordShape) -> Callable[[]
 
 
 class AnswerEnv:
-    """One question, one answer, its reward; async rewards of many episodes run side by side on the actor's loop."""
+    """An episode of a question, its answer and the reward; async rewards run side by side on the actor's loop."""
 
     def __init__(self, reward: Callable[..., Any], name: str, shape: RecordShape) -> None:
         self._reward, self._name, self._shape = reward, name, shape

@@ -17,7 +17,7 @@ class WrappedTask:
     """
 
     tool_prompt = ""
-    """What a chat template that shows no tools says of them in the system message."""
+    """The system message describes the tools where the chat template does not show them."""
 
     def __init__(self, base: Task, make_env: Callable[[], Any], taken_over: Iterable[str]) -> None:
         self.base, self.name, self.env = base, base.name, make_env

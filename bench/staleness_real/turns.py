@@ -11,7 +11,7 @@ NUM_TURNS = 8
 
 
 class TurnsEnv:
-    """One episode: the next letter is asked for whatever the answer to the last one was."""
+    """An episode that asks for the next letter whatever the answer to the last one was."""
 
     def reset(self, record: Record) -> list[ChatMessage]:
         self._asked, self._turn = record["asked"], 0

@@ -23,7 +23,7 @@ from streamrl.errors import EpisodeFullError, TaskError
 Agent = Callable[[Record, AgentSession], Awaitable[Any]]
 """Plays one episode; returns what `as_step` takes, or None."""
 TAKEN_OVER = ("target", "target_turns", "stop", "system_prompt", "label", "set_up", "tear_down")
-"""What a task that an agent plays has of the task itself."""
+"""Attributes of the task itself that a task with an agent passes on."""
 
 
 class AgentEnv:

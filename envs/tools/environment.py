@@ -51,7 +51,7 @@ class ToolRules:
 
 
 class ToolEnv:
-    """One episode; `env` gets the final answer alone.
+    """An episode with tools, whose `env` gets the final answer alone.
 
     `tools` are the schemas that the chat template shows to the model, those of the environment's own included.
     """

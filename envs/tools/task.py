@@ -30,7 +30,7 @@ FORMS = {
 }
 """How the prompt describes the form of a call; where every form is accepted, it describes the first."""
 TAKEN_OVER = ("target", "stop", "system_prompt", "label", "set_up", "tear_down")
-"""What a task with tools has of the task itself; not its turns, which know no tools."""
+"""Attributes of the task itself that a task with tools passes on; not its turns, which know no tools."""
 
 
 def with_tools(task: Task, env: EnvConfig) -> WrappedTask:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from learner.model.adam8bit import AdamW8bit
+from learner.model.moments.combined import CombinedOptimizer
 from learner.model.moments.offload import OffloadedOptimizer
 from streamrl.config.schema import OptimizerConfig, ScheduleConfig
 from streamrl.errors import ConfigError
@@ -190,20 +191,6 @@ def check_optimizer(config: OptimizerConfig, *, setting: str) -> None:
         with torch.random.fork_rng(devices=[]):  # the seed of the run is set already
             layer = nn.Linear(2, 2)
         make_optimizer(layer, config, setting=setting)
-
-
-class CombinedOptimizer(Optimizer):
-    """Several optimizers over disjoint parameters, stepped as one; groups and state are shared with the members."""
-
-    def __init__(self, members: Iterable[Optimizer]) -> None:
-        self.members = list(members)
-        super().__init__([group for member in self.members for group in member.param_groups], {})
-        for member in self.members:
-            member.state = self.state
-
-    def step(self, closure: Any = None) -> None:
-        for member in self.members:
-            member.step(closure)
 
 
 def _arguments(build: Callable[..., Optimizer], config: OptimizerConfig, setting: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -151,7 +152,7 @@ class RankHandler:
         except FileNotFoundError:
             # A learner of many steps a second replaced it while it waited for the log; a newer version follows.
             self._num_replaced += 1
-            if self._num_replaced > MAX_REPLACED:
+            if self._num_replaced > MAX_REPLACED or Path(message.path).exists():  # something else is missing
                 raise
             log.info("version %s was replaced before it could be served", message.manifest.ref)
             return

@@ -6,7 +6,7 @@ It works with any optimizer whose step treats each parameter by itself and leave
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,23 +14,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from learner.model.moments.combined import CombinedOptimizer
 from learner.ranks.mesh import local_part
 
 _NUMBERS_AT_ONCE = 1 << 26  # of parameters whose moments are on the device together
 
 
-class OffloadedOptimizer(Optimizer):
+class OffloadedOptimizer(CombinedOptimizer):
     """Steps `members`, optimizers over disjoint parameters, with their moments in host memory between the steps."""
-
-    def __init__(self, members: Iterable[Optimizer]) -> None:
-        self._members = list(members)
-        super().__init__([group for member in self._members for group in member.param_groups], {})
-        for member in self._members:
-            member.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for member in self._members:
+        for member in self.members:
             groups = member.param_groups
             try:
                 for group in groups:

@@ -139,7 +139,7 @@ def test_few_moments_are_on_the_device_at_a_time(monkeypatch):
     layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(9)))
     optimizer = make_optimizer(layers, OptimizerConfig(offload=True))
     stepped = []
-    optimizer._members[0].register_step_pre_hook(
+    optimizer.members[0].register_step_pre_hook(
         lambda member, *_: stepped.append(sum(p.numel() for group in member.param_groups for p in group["params"]))
     )
     for parameter in layers.parameters():
@@ -147,7 +147,7 @@ def test_few_moments_are_on_the_device_at_a_time(monkeypatch):
     for _ in range(2):
         optimizer.step()
     assert max(stepped) == 128 and sum(stepped) == 2 * 9 * 72
-    assert [len(group["params"]) for group in optimizer._members[0].param_groups] == [9, 9]
+    assert [len(group["params"]) for group in optimizer.members[0].param_groups] == [9, 9]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
