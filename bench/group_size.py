@@ -1,9 +1,10 @@
 """Is a run with one answer a prompt as fast as one with groups of eight, for the same number of answers?
 
-The quickstart with 128 answers per step and the same loss, in turns: 16 prompts x 8 answers, and 128 prompts x 1.
+The same number of answers per step and the same loss, in turns: the quickstart with 16 prompts x 8 answers and 128
+prompts x 1, or SmolLM2-135M with 8 x 8 and 64 x 1 (`make smollm2` converts its weights).
 The value is the ratio of answers trained per second, from the first step after a fifth of the run to the last.
 
-Run: python -m bench.group_size [--steps 60] [--repeats 5] [--quick]
+Run: python -m bench.group_size [--experiment quickstart] [--steps 60] [--repeats 5] [--quick]
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from streamrl.config.load import load_config
 from streamrl.launch import Launcher
 from streamrl.metrics.run_record import read_run
 
-ANSWERS = 128
+ANSWERS = {"quickstart": 128, "smollm2": 64}
+"""Of a step."""
 SIZES = (8, 1)
 GOAL = 0.9
 WORDS = (
-    "experiment=quickstart", "algorithm=single_rollout", "eval.num_samples=0", "checkpoint.every_steps=0",
+    "algorithm=single_rollout", "eval.num_samples=0", "checkpoint.every_steps=0",
     "checkpoint.export_hf=false", "run.num_threads=1", "launch.num_actors=1", "filter.zero_std=false",
 )
 
@@ -33,30 +35,32 @@ WORDS = (
 def main() -> int:
     parser = shared_arguments(__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--experiment", choices=tuple(ANSWERS), default="quickstart")
     parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
+    experiment = arguments.experiment
     repeats, steps = (1, 10) if arguments.quick else (arguments.repeats, arguments.steps)
     found: dict[int, list[float]] = {size: [] for size in SIZES}
     with tempfile.TemporaryDirectory() as folder:
-        measured(SIZES[0], 5, arguments.seed, Path(folder))  # makes the start model
+        measured(experiment, SIZES[0], 5, arguments.seed, Path(folder))  # makes the start model
         for _ in range(repeats):
             for size in SIZES:
-                found[size].append(measured(size, steps, arguments.seed, Path(folder)))
+                found[size].append(measured(experiment, size, steps, arguments.seed, Path(folder)))
                 print(f"{size} answers a prompt: {found[size][-1]:.1f} answers/s", file=sys.stderr, flush=True)
     ratios = [one / eight for one, eight in zip(found[1], found[8], strict=True)]
-    params = {"steps": steps, "answers": ANSWERS, "words": list(WORDS),
+    params = {"experiment": experiment, "steps": steps, "answers": ANSWERS[experiment], "words": list(WORDS),
               **{f"answers_per_s_{size}": values for size, values in found.items()}}
-    line = record("group_size.one_to_eight", statistics.median(ratios), "ratio", "higher", ratios, params,
+    line = record(f"group_size.one_to_eight.{experiment}", statistics.median(ratios), "ratio", "higher", ratios, params,
                   seed=arguments.seed, goal={"id": "G1", "op": ">=", "value": GOAL})
     return exit_status([line], arguments.check)
 
 
-def measured(size: int, steps: int, seed: int, folder: Path) -> float:
+def measured(experiment: str, size: int, steps: int, seed: int, folder: Path) -> float:
     """Answers trained per second."""
     run_dir = Path(tempfile.mkdtemp(dir=folder))
-    words = [*WORDS, f"run.dir={run_dir / 'run'}", f"run.seed={seed}", f"trainer.num_steps={steps}",
-             f"policy.tiny.cache_dir={folder / 'models'}", f"rollout.num_responses_per_prompt={size}",
-             f"rollout.num_prompts_per_step={ANSWERS // size}"]
+    words = [f"experiment={experiment}", *WORDS, f"run.dir={run_dir / 'run'}", f"run.seed={seed}",
+             f"trainer.num_steps={steps}", f"policy.tiny.cache_dir={folder / 'models'}",
+             f"rollout.num_responses_per_prompt={size}", f"rollout.num_prompts_per_step={ANSWERS[experiment] // size}"]
     with contextlib.redirect_stdout(io.StringIO()):
         if code := Launcher(load_config(words), words, run_dir / "run").run():
             raise RuntimeError(f"the run ended with status {code}: {' '.join(words)}")

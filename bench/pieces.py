@@ -25,9 +25,9 @@ from streamrl.algorithms.checks import (
     read_log_ratios,
     require,
 )
-from streamrl.algorithms.controls.constraints import _error, _scalar
-from streamrl.algorithms.estimators.groups import _centered
-from streamrl.algorithms.surrogates.corrections import _require_range
+from streamrl.algorithms.controls.constraints import read_mean, signed_violation
+from streamrl.algorithms.estimators.groups import center_by_group
+from streamrl.algorithms.surrogates.corrections import require_range
 from streamrl.algorithms.types import DriftBins, Moments
 
 
@@ -154,20 +154,20 @@ def predict_ess(m2: float, num_effective_tokens: float) -> float:
 @torch.no_grad()
 def dr_grpo_advantages(scores: Tensor, group_ids: Tensor) -> Tensor:
     """`R - mean`, [B]. Dr. GRPO, arXiv:2503.20783."""
-    return _centered(scores, group_ids)[0].to(float_dtype(scores))
+    return center_by_group(scores, group_ids)[0].to(float_dtype(scores))
 
 
 @torch.no_grad()
 def rloo_advantages(scores: Tensor, group_ids: Tensor) -> Tensor:
     """`R - mean of the others = G/(G-1) (R - mean)`, [B]; unbiased on-policy. RLOO, arXiv:2402.14740."""
-    centered, _, count = _centered(scores, group_ids)
+    centered, _, count = center_by_group(scores, group_ids)
     return (centered * count / (count - 1.0).clamp(min=1.0)).to(float_dtype(scores))
 
 
 @torch.no_grad()
 def maxrl_advantages(scores: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
     """`(R - mean) / (mean + eps)`, [B], for scores >= 0: rare successes weigh more. MaxRL."""
-    centered, _, _ = _centered(scores, group_ids)
+    centered, _, _ = center_by_group(scores, group_ids)
     return (centered / (scores.double() - centered + eps)).to(float_dtype(scores))
 
 
@@ -186,7 +186,7 @@ def reinforce_pp_baseline_advantages(
 @torch.no_grad()
 def mis_weights(log_ratios: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
     """Masked token ratio (IcePop, DIS): `rho` if `low <= rho <= high`, else 0; [B, T]. Both bounds are inclusive."""
-    _require_range(low, high)
+    require_range(low, high)
     ratio = read_log_ratios(mask, log_ratios).exp()
     return only(mask & (ratio >= low) & (ratio <= high), ratio)
 
@@ -228,7 +228,7 @@ def lagrangian_loss(
 
     The standard form keeps acting at the boundary, the one-sided one is 0 as soon as the constraint holds.
     """
-    error = _error(_scalar(value), limit, sense)
+    error = signed_violation(read_mean(value), limit, sense)
     constant = multiplier.detach() if isinstance(multiplier, Tensor) else multiplier
     return constant * (error.clamp(min=0.0) if one_sided else error)
 

@@ -25,7 +25,7 @@ def lagrangian_update(
 
     `frozen` leaves the multiplier as it is: stale cost estimates (a low ESS) would make it oscillate.
     """
-    error = float(_error(value, limit, sense))
+    error = float(signed_violation(value, limit, sense))
     require(high >= 0.0, f"high={high} must not be negative")
     multiplier = state.multiplier if frozen else min(high, max(0.0, state.multiplier + lr * error))
     return ConstraintState(multiplier=multiplier, integral=state.integral, previous_error=error)
@@ -40,7 +40,7 @@ def pid_lagrangian_update(
     `frozen` keeps the integral and the multiplier. The integral stops at the value where it alone reaches `high`, so a
     capped multiplier comes down at once. Source: Stooke et al. 2020, arXiv:2007.03964, algorithm 2.
     """
-    error = float(_error(value, limit, sense))
+    error = float(signed_violation(value, limit, sense))
     require(high >= 0.0, f"high={high} must not be negative")
     if frozen:
         return ConstraintState(multiplier=state.multiplier, integral=state.integral, previous_error=error)
@@ -54,16 +54,18 @@ def pid_lagrangian_update(
 def constraint_penalty(value: Tensor | float, limit: float, *, sense: str = "max", weight: float = 10.0) -> Tensor:
     """`weight * relu(e)^2`, 0-d, differentiable in `value` (a batch mean of KL, entropy, cost)."""
     require(weight >= 0.0, f"weight={weight} must not be negative")
-    return weight * _error(_scalar(value), limit, sense).clamp(min=0.0).square()
+    return weight * signed_violation(read_mean(value), limit, sense).clamp(min=0.0).square()
 
 
 
-def _error(value: Tensor | float, limit: float, sense: str) -> Tensor | float:
+def signed_violation(value: Tensor | float, limit: float, sense: str) -> Tensor | float:
+    """How far `value` is beyond `limit`; negative while it keeps the limit. `sense`: "max" or "min"."""
     require(sense in ("max", "min"), f"sense={sense!r} must be one of max, min")
     return value - limit if sense == "max" else limit - value
 
 
-def _scalar(value: Tensor | float) -> Tensor:
+def read_mean(value: Tensor | float) -> Tensor:
+    """The 0-d tensor of a batch mean, in the dtype of the algorithms. Raises on another shape."""
     tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
     require(tensor.dim() == 0, f"value has shape {list(tensor.shape)}, expected a 0-d mean")
     return tensor.to(float_dtype(tensor))

@@ -53,7 +53,7 @@ def _centered_in(scores: Tensor, groups: _Grouping) -> tuple[Tensor, Tensor]:
     return centered, variance.sqrt()
 
 
-def _centered(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def center_by_group(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`score - mean`, std, and the number of rows they come from; batch statistics for groups of one. float64 [B]."""
     check_alike(scores=scores, group_ids=group_ids)
     wide, groups = scores.double(), _grouping(group_ids)
@@ -69,7 +69,7 @@ def _centered(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
 @torch.no_grad()
 def group_mean(scores: Tensor, group_ids: Tensor) -> Tensor:
     """Mean score of each row's group, [B]; the batch mean for a group of one."""
-    centered, _, _ = _centered(scores, group_ids)
+    centered, _, _ = center_by_group(scores, group_ids)
     return (scores.double() - centered).to(float_dtype(scores))
 
 
@@ -81,7 +81,7 @@ def leave_one_out(scores: Tensor, group_ids: Tensor, *, weights: Tensor | None =
     j != i, which estimates the current policy's value from stale siblings with a bias of O(1/ESS). Where the others'
     count `(sum w)^2 / sum w^2` is below `min_ess`, the plain mean is used. Row i never enters its own baseline.
     """
-    centered, _, count = _centered(scores, group_ids)
+    centered, _, count = center_by_group(scores, group_ids)
     wide = scores.double()
     others = centered * count / (count - 1.0).clamp(min=1.0)  # score - mean of the others
     plain = torch.where(count > 1, wide - others, wide)
@@ -147,7 +147,7 @@ def grpo_advantages(scores: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> 
 
     Source: GRPO, arXiv:2402.03300.
     """
-    centered, std, _ = _centered(scores, group_ids)
+    centered, std, _ = center_by_group(scores, group_ids)
     return (centered / (std + eps)).to(float_dtype(scores))
 
 
@@ -196,7 +196,7 @@ def group_advantages(
     require(scale in ("none", "std", "batch_std"), f"scale={scale!r} must be one of none, std, batch_std")
     centered = scores.double() - _baseline(scores.double(), group_ids, baseline)
     if scale == "std":
-        centered = centered / (_centered(scores, group_ids)[1] + eps)
+        centered = centered / (center_by_group(scores, group_ids)[1] + eps)
     elif scale == "batch_std" and centered.numel():
         centered = centered / (_centered_in(centered, _grouping(torch.zeros_like(centered)))[1] + eps)
     return centered.to(float_dtype(scores))

@@ -43,7 +43,7 @@ def seq_tis_weights(log_ratios: Tensor, mask: Tensor, *, cap: float = 2.0) -> Te
 @torch.no_grad()
 def seq_mis_keep(log_ratios: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 2.0) -> Tensor:
     """Keep rows with `low <= exp(S) <= high`; bool [B, T]."""
-    _require_range(low, high)
+    require_range(low, high)
     ratio = row_log_ratios(log_ratios, mask).exp()
     return mask & ((ratio >= low) & (ratio <= high))[:, None]
 
@@ -58,7 +58,7 @@ def geo_keep(log_ratios: Tensor, mask: Tensor, *, low: float | Tensor = 0.999, h
         if isinstance(bound, Tensor) and bound.dim() > 0:
             check_rows(mask, **{name: bound})
     if not isinstance(low, Tensor) and not isinstance(high, Tensor):
-        _require_range(low, high)
+        require_range(low, high)
     ratio = sequence_stats(log_ratios, mask).log_mean.exp()
     return mask & ((ratio >= low) & (ratio <= high))[:, None]
 
@@ -82,7 +82,7 @@ def veto_keep(
         kl: bound on the largest k3 of the row, a sample's estimate of its token's KL (after arXiv:2512.23075).
         suffix: drop only the first such token and what comes after it, whose states it led to (after arXiv:2605.17570).
     """
-    _require_range(low, high)
+    require_range(low, high)
     log_ratios = read_log_ratios(mask, log_ratios)
     ratio, k3 = log_ratios.exp(), torch.expm1(log_ratios) - log_ratios
     broken = mask & ~((ratio >= low) & (ratio <= high) & (k3 <= kl))
@@ -152,7 +152,8 @@ def _rejection(spec: CorrectionSpec, log_ratios: Tensor, mask: Tensor) -> Tensor
     return k3_keep(log_ratios, mask, bound=spec.high)
 
 
-def _require_range(low: float, high: float) -> None:
+def require_range(low: float, high: float) -> None:
+    """Refuse bounds of a ratio that are negative or in the wrong order."""
     require(0.0 <= low <= high, f"low={low} and high={high} must satisfy 0 <= low <= high")
 
 
