@@ -1,7 +1,7 @@
 """Appending to a run's log: one thread writes and syncs what was appended meanwhile (group commit).
 
 `append` never waits. A record is durable once `durable` has reached its number: with fsync=interval every 50 ms or
-4 MiB, with always as soon as it is written; never leaves that to the operating system. What cannot be written, as on a
+16 MiB, with always as soon as it is written; never leaves that to the operating system. What cannot be written, as on a
 full disk, is tried again every second, and nothing is lost; `failure` says why meanwhile.
 """
 
@@ -23,7 +23,7 @@ from streamrl.stream.segments import FOLDER, MAGIC, SEGMENT_HEADER, segments, wh
 
 log = logging.getLogger(__name__)
 
-SYNC_S, SYNC_BYTES = 0.05, 4 << 20
+SYNC_S, SYNC_BYTES = 0.05, 16 << 20
 SEGMENT_BYTES = 64 << 20
 RETRY_S = 1.0
 Fsync = Literal["interval", "always", "never"]

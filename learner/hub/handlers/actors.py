@@ -39,7 +39,8 @@ from streamrl.transport.log_limit import LogLimit
 
 log = logging.getLogger("streamrl.hub")
 
-ACK_FLUSH_S = 0.02
+ACK_FLUSH_S, LEAST_FLUSH_S = 0.05, 0.02
+"""Acks wait so long for more of them, and most of them for the log: so one message tells of both."""
 MISSED_BEATS = 1.5
 """Heartbeats that an actor may be late before its connection is looked at."""
 REANNOUNCE_S = 10.0
@@ -56,7 +57,7 @@ class ActorHandler:
         self._incarnations: dict[str, int] = {}
         self._told = LogLimit(log)
         self._moves = LogLimit(log, burst=MAX_MOVES)
-        self._ack_at = 0.0
+        self._ack_at, self._acked_upto = 0.0, 0  # when, and the record up to which the log was on the disk then
         self._num_heartbeats = 0
 
     # --- incoming ---------------------------------------------------------------------------------------------------
@@ -321,9 +322,11 @@ class ActorHandler:
                 granted = granted or bool(leases)
 
     def flush_acks(self, now: float) -> None:
-        if now - self._ack_at < ACK_FLUSH_S:
+        """Acknowledge what has come, at the latest after `ACK_FLUSH_S`; sooner once the log has more of it."""
+        durable, waited_s = self._hub.log.durable, now - self._ack_at
+        if waited_s < (ACK_FLUSH_S if durable == self._acked_upto else LEAST_FLUSH_S):
             return
-        self._ack_at = now
+        self._ack_at, self._acked_upto = now, durable
         for actor_id in self._hub.ledger.acks_due():
             actor = self._hub.connections.by_actor.get(actor_id)
             if actor is not None:

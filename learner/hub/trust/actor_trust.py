@@ -11,13 +11,13 @@ process of that name begins without a record, once: after that the name is shut 
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from learner.hub.observe.observer import Arrival, Observer
-from learner.hub.trust.judge import NUM_KEPT, Outlier, judge
+from learner.hub.trust.judge import NUM_KEPT, Outlier, Recent, judge
 from streamrl.config.schema_system import TrustConfig
 from streamrl.messages import EVAL_BIT, Agreement, Hello, MemberStatus
 
@@ -56,10 +56,9 @@ class ActorRecord:
     draws_by_seed: bool
     num_skipped: int
     """Groups still to be left out: from an empty engine short answers come first."""
-    values: defaultdict[str, deque[tuple[float, float]]] = field(
-        default_factory=lambda: defaultdict(lambda: deque(maxlen=NUM_KEPT))
-    )
-    """Of each measure, (how far from the baseline, the value)."""
+    gaps: dict[str, Recent] = field(default_factory=lambda: {name: Recent() for name in MEASURES})
+    """Of each measure, how far its values were from the baseline."""
+    values: dict[str, Recent] = field(default_factory=lambda: {name: Recent() for name in MEASURES})
     audited: deque[Agreement] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
     num_looks: int = 0
 
@@ -131,7 +130,8 @@ class ActorTrust(Observer):
     def _note(self, record: ActorRecord, measure: str, value: float, lag: int = 0) -> None:
         # The policy gets better and its answers longer: what counts is the distance from what all deliver now.
         baseline = self._baselines.setdefault((measure, lag), value)
-        record.values[measure].append((value - baseline, value))
+        record.gaps[measure].add(value - baseline)
+        record.values[measure].add(value)
         self._baselines[measure, lag] += _BASELINE_WEIGHT * (value - baseline)
 
     def compared(self, agreements: Iterable[Agreement]) -> None:
@@ -161,13 +161,13 @@ class ActorTrust(Observer):
         """Find the farthest outlier of each measure: without it the others may look different."""
         found: dict[str, str] = {}
         for name, measure in MEASURES.items() if self._limit else ():
-            values = {actor: [gap for gap, _ in one.values[name]] for actor, one in self._records.items()}
-            for one in judge(values, limit=self._limit, floor=measure.floor)[:1]:
+            gaps = {actor: one.gaps[name] for actor, one in self._records.items()}
+            for one in judge(gaps, limit=self._limit, floor=measure.floor)[:1]:
                 found[one.actor_id] = self._words(name, measure, one)
         return found
 
     def _words(self, name: str, measure: Measure, found: Outlier) -> str:
-        mine = fmean(value for _, value in self._records[found.actor_id].values[name])
+        mine, _ = self._records[found.actor_id].values[name].summary
         others = mine - found.mean + found.others
         return (f"{measure.words} is {measure.show(mine):.3g}, with the other actors {measure.show(others):.3g}: "
                 f"{found.errors:.1f} standard errors, allowed are {self._limit:g} (trust.outlier_errors)")
