@@ -90,11 +90,11 @@ def eval_sources(settings: HubSettings, task: Task) -> dict[str, EvalSource]:
     return sources
 
 
-def group_filter(settings: HubSettings) -> GroupFilter:
-    """Join all filters to one: it gives the reason to drop a complete group, or None."""
+def group_filter(settings: HubSettings) -> GroupFilter | None:
+    """Join all filters to one, which gives the reason to drop a complete group; None keeps every group."""
     filters: list[GroupFilter] = []
     if settings.filter.zero_std:
         filters.append(zero_std(settings.filter.min_std, scores=settings.trained_scores))
     if settings.filter.accuracy_range is not None:
         filters.append(accuracy_range(*settings.filter.accuracy_range))
-    return first_of(*filters)
+    return first_of(*filters) if filters else None

@@ -160,10 +160,9 @@ class Acceptance(Part):
     ) -> None:
         """Refuse what is too old by L2: a cheap first look, the cut looks again."""
         version = self.versions.current
-        stale = [one for one in summaries if not one.aborted and self.lag.is_stale(record, version, one)]
-        if not stale:
+        if not self.lag.is_stale(record, version, [one for one in summaries if not one.aborted]):
             return
-        oldest = min(span.version for one in stale for span in one.spans)
+        oldest = min(span.version for one in summaries if not one.aborted for span in one.spans)
         # A late copy of an older attempt says nothing about the attempt that is out now: only its own lease ends.
         if record.is_with(actor.actor_id, group.attempt):
             self.actors.detach(record, revoke=group.outcome == Outcome.PARTIAL)

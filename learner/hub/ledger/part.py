@@ -30,7 +30,7 @@ class Tables:
     def __init__(
         self, settings: LedgerSettings, *, learner_epoch: int, run_seed: int, prompts: PromptStream,
         sampling: Sampling, eval_sources: Mapping[str, EvalSource] | None = None,
-        keep_group: GroupFilter = lambda group: None, version: int = 0, lineage: Sequence[Lineage] = (),
+        keep_group: GroupFilter | None = None, version: int = 0, lineage: Sequence[Lineage] = (),
         restarted: bool = False,
     ) -> None:
         self.settings = settings

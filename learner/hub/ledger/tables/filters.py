@@ -62,7 +62,7 @@ def accuracy_range(low: float = 0.01, high: float = 0.99) -> GroupFilter:
 
 
 def first_of(*filters: GroupFilter) -> GroupFilter:
-    """Ask several filters in turn; the first reason counts, and without filters every group is kept."""
+    """Ask several filters in turn; the first reason counts."""
 
     def judge(group: HeldGroup) -> str | None:
         return next((reason for one in filters if (reason := one(group)) is not None), None)

@@ -32,7 +32,7 @@ class GroupLifecycle:
     dedup: DedupTable
     lag: LagBounds
     prompts: PromptStream
-    keep_group: GroupFilter
+    keep_group: GroupFilter | None
     counts: Counter[str]
     passed_over: PassedOver
     journal: Journal
@@ -87,8 +87,7 @@ class GroupLifecycle:
         self.counts["num_groups_completed"] += 1
         self.counts["num_groups_zero_std"] += len(rewards) > 1 and min(rewards) == max(rewards)
         # Filtered here and not at the cut, so that a replacement is drawn while the batch still waits.
-        reason = self.keep_group(self.lag.held(record))
-        if reason is not None:
+        if self.keep_group is not None and (reason := self.keep_group(self.lag.held(record))) is not None:
             self.counts["num_groups_filtered"] += 1
             self.drop(record, reason)
 

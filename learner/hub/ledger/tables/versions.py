@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable, HeldGroup, HeldMember
@@ -151,14 +151,14 @@ class LagBounds:
         widest = max([self.rule.max_lag, *(bound for bound, until in self._lowered if until >= version)])
         return self._versions.first_known(max(0, self.rule.oldest_trainable(version, widest)))
 
-    def is_stale(self, record: GroupRecord, version: int, summary: MemberSummary | None = None) -> bool:
-        """Return whether a token of the group, or of one member, is too old (L2); with masking, every token of it."""
+    def is_stale(self, record: GroupRecord, version: int, members: Iterable[MemberSummary] | None = None) -> bool:
+        """Return whether a token of its members, or of these, is too old (L2); with masking, every token of one."""
         oldest = self.rule.oldest_trainable(version, self.of(record))
-        for one in record.members.values() if summary is None else (summary,):
-            fresh = [span.version >= oldest for span in one.spans]
-            if not (any(fresh) if self._masks_old_tokens else fresh and all(fresh)):
-                return True
-        return False
+        decisive = max if self._masks_old_tokens else min  # of a member's tokens
+        return any([
+            decisive([span.version for span in one.spans], default=oldest - 1) < oldest
+            for one in (record.members.values() if members is None else members)
+        ])
 
     def held(self, record: GroupRecord, version: int | None = None) -> HeldGroup:
         """Return a complete group as it would be trained at this version, or now."""

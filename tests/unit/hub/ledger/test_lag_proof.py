@@ -13,7 +13,7 @@ from tests.unit.hub.factories import FakeActor, make_ledger, train
 def trained_too_old(mode: str) -> float:
     """Violations counted in a batch whose group is three versions old under a bound of one, with L2 switched off."""
     ledger = make_ledger(groups_per_batch=1, eta=1, window=4, max_lag=1, mode=mode)
-    ledger.lag.is_stale = lambda record, version, summary=None: False  # type: ignore[method-assign]
+    ledger.lag.is_stale = lambda record, version, members=None: False  # type: ignore[method-assign]
     actor, other = FakeActor(ledger, "a1", slots=1), FakeActor(ledger, "a2", slots=8)
     actor.join(), other.join()
     (first,) = actor.ask()
