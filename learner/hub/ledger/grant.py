@@ -118,12 +118,18 @@ class Grants(Part):
         for record in self.groups.in_state(GroupState.READY):
             if not self.lag.may_grant(self.groups.rank(record.group_id), installed):
                 return  # ranks grow, so nothing behind it may be granted either
-            # Leases that were out when the learner died: their actors come back with them within the grace period.
-            waits_for_other = record.holder not in ("", actor.actor_id)
-            if not (waits_for_other and self.actors.in_grace(now)):
+            # Leases that were out when the learner died: their actors come back with them within the grace period, or
+            # with their groups. Those of this one are lost only if none of what it sends again is theirs.
+            waits = record.holder != actor.actor_id or self._sends_again(actor)
+            if not (record.holder and waits and self.actors.in_grace(now)):
                 yield record
         while self.lag.num_free > 0 and self.lag.may_grant(self.groups.num_live(), installed):
             yield self.lifecycle.draw()
+
+    def _sends_again(self, actor: Actor) -> bool:
+        """Return whether groups are still to come that this actor had sent before its HELLO."""
+        entry = self.dedup.get(actor.actor_id, actor.incarnation)
+        return entry is not None and entry.settled.upto < actor.resend_upto
 
     def _lease_train(self, actor: Actor, record: GroupRecord, prompt: bytes, now: float) -> Lease:
         attempt, members = record.next_attempt, self.lifecycle.missing(record)
