@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from learner.hub.observe.observer import Observer
@@ -25,19 +26,22 @@ class HungCalls(Observer):
         self._notify = notify
         self._of, self._limit = f"of the environment of task {task}", f"env.step_timeout_s={limit_s:g}"
         self._stats: dict[str, Mapping[str, float]] = {}
+        self._sums = Counter[str]()  # over the actors: thousands of them beat, and each beat asks for all
         self._told_at: float | None = None
         self._hung_at: float | None = None
 
     def beat(self, actor_id: str, stats: Mapping[str, float], now: float) -> None:
+        self.remove(actor_id)
         self._stats[actor_id] = stats
+        self._add(stats, 1)
         self._check_slow(now)
         self._check_hung(now)
 
     def remove(self, actor_id: str) -> None:
-        self._stats.pop(actor_id, None)
+        self._add(self._stats.pop(actor_id, {}), -1)
 
     def _check_slow(self, now: float) -> None:
-        num_slow = self._sum(SLOW_CALLS)
+        num_slow = self._sums[SLOW_CALLS]
         if num_slow and (self._told_at is None or now - self._told_at > REPEAT_S):
             self._told_at = now
             longest = max(stats.get(SLOWEST_CALL_S, 0.0) for stats in self._stats.values())
@@ -48,8 +52,8 @@ class HungCalls(Observer):
             )
 
     def _check_hung(self, now: float) -> None:
-        num_hung = self._sum(HUNG_CALLS)
-        if not num_hung or self._sum(ANSWERED_STEPS):
+        num_hung = self._sums[HUNG_CALLS]
+        if not num_hung or self._sums[ANSWERED_STEPS]:
             return
         if self._hung_at is None:
             self._hung_at = now
@@ -60,5 +64,6 @@ class HungCalls(Observer):
             )
             self._notify(self.fatal)
 
-    def _sum(self, name: str) -> int:
-        return int(sum(stats.get(name, 0.0) for stats in self._stats.values()))
+    def _add(self, stats: Mapping[str, float], sign: int) -> None:
+        for name in (SLOW_CALLS, HUNG_CALLS, ANSWERED_STEPS):
+            self._sums[name] += sign * int(stats.get(name, 0.0))

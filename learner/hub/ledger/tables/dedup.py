@@ -196,7 +196,8 @@ class DedupTable:
     def __init__(self, window: int) -> None:
         self.num_saves = 0
         self.window = window
-        self._entries: OrderedDict[tuple[str, int], DedupEntry] = OrderedDict()
+        self._entries: dict[tuple[str, int], DedupEntry] = {}
+        self._departed: OrderedDict[tuple[str, int], None] = OrderedDict()  # senders without a link, in that order
         self._current: dict[str, int] = {}
         self._fenced: OrderedDict[str, deque[int]] = OrderedDict()
         self.due: set[tuple[str, int]] = set()
@@ -222,6 +223,7 @@ class DedupTable:
             entry = DedupEntry(actor_id, incarnation, self.window, self.due)
             self._entries[actor_id, incarnation] = entry
         entry.departed_at = None
+        self._departed.pop((actor_id, incarnation), None)
         return entry, fenced
 
     def known(self, actor_id: str, incarnation: int) -> DedupEntry:
@@ -229,7 +231,7 @@ class DedupTable:
         entry = self.get(actor_id, incarnation)
         if entry is None:
             entry, _ = self.open(actor_id, incarnation)
-            entry.departed_at = self.num_saves
+            self._leave(entry)
         return entry
 
     def make_durable(self, deliveries: Iterable[Delivery]) -> None:
@@ -242,20 +244,22 @@ class DedupTable:
     def depart(self, actor_id: str, incarnation: int) -> None:
         """Note that a sender has no link; it may come back, so it is remembered for a while."""
         entry = self.get(actor_id, incarnation)
-        if entry is None:
-            return
+        if entry is not None:
+            self._leave(entry)
+        while len(self._departed) > MAX_DEPARTED:
+            self._forget(next(iter(self._departed)))
+
+    def _leave(self, entry: DedupEntry) -> None:
+        key = (entry.actor_id, entry.incarnation)
         entry.departed_at = self.num_saves
-        self._entries.move_to_end((actor_id, incarnation))
-        departed = [key for key, one in self._entries.items() if one.departed_at is not None]
-        for key in departed[: max(0, len(departed) - MAX_DEPARTED)]:
-            self._forget(key)
+        self._departed[key] = None
+        self._departed.move_to_end(key)
 
     def saved(self) -> None:
         """Note a published checkpoint: fenced senders that two of them have seen are forgotten."""
         self.num_saves += 1
-        for key, entry in list(self._entries.items()):
-            gone = entry.departed_at is not None and self.num_saves - entry.departed_at >= FORGET_AFTER_SAVES
-            if gone and self.is_fenced(*key):
+        for key in list(self._departed):
+            if self.num_saves - self._entries[key].departed_at >= FORGET_AFTER_SAVES and self.is_fenced(*key):
                 self._forget(key)
 
     def _fence(self, actor_id: str, incarnation: int) -> None:
@@ -268,6 +272,7 @@ class DedupTable:
 
     def _forget(self, key: tuple[str, int]) -> None:
         del self._entries[key]
+        self._departed.pop(key, None)
         self.due.discard(key)
         if self._current.get(key[0]) == key[1]:
             del self._current[key[0]]
@@ -289,8 +294,8 @@ class DedupTable:
             entry = DedupEntry(row.actor_id, row.incarnation, self.window, self.due)
             entry.settled = SeqWindow(row.settled_upto, int.from_bytes(row.settled_bits, "little"))
             entry.durable = SeqWindow(row.settled_upto, int.from_bytes(row.settled_bits, "little"))
-            entry.departed_at = 0
             self._entries[row.actor_id, row.incarnation] = entry
+            self._leave(entry)
             if not self.is_fenced(row.actor_id, row.incarnation):
                 self._current[row.actor_id] = row.incarnation
 

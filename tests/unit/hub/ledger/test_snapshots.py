@@ -164,6 +164,7 @@ def test_tokens_of_a_dead_branch_are_refused_and_the_lineage_says_why():
     ledger, actor, leases = started()
     state = ledger.freeze(0)
     actor.finish(leases[0])
+    actor.outbox.clear()  # the log had it
     train(ledger)
     actor.install(1)
     (extra,) = actor.ask()
@@ -250,6 +251,20 @@ def test_leases_wait_while_actors_of_the_run_before_come_back_one_after_another_
         one.join(100.0 + 2.0 * number)
     assert others[0].ask(117.9) == []
     assert len(others[0].ask(118.0)) > 0, "six times dead_after_s after the first HELLO the rest are presumed dead"
+
+
+def test_groups_that_an_actor_still_has_to_send_are_not_leased_to_it_again():
+    ledger, actor, leases = started(dead_after_s=3.0)
+    state = ledger.freeze(0)
+    sent = [actor.group(lease) for lease in leases]
+    actor.leases.clear()  # it has finished them
+
+    actor.ledger = restart(ledger, state)
+    actor.join(100.0)
+    actor.ref = VersionRef(2, 0)
+    assert actor.ask(100.1) == []
+    assert [actor.send(one, 100.2).kind for one in sent] == ["accepted"] * len(leases)
+    assert actor.ledger.counters()["lost_on_crash"] == actor.ledger.counters()["num_duplicates_dropped"] == 0
 
 
 def test_an_actor_that_returns_in_time_keeps_its_leases():
