@@ -36,11 +36,14 @@ from streamrl.messages import (
 from streamrl.messages.codec import Decoder, protocol_of
 from streamrl.transport.keys import may_be
 from streamrl.transport.log_limit import LogLimit
+from streamrl.transport.session import MAX_UNSETTLED
 
 log = logging.getLogger("streamrl.hub")
 
 ACK_FLUSH_S, LEAST_FLUSH_S = 0.05, 0.02
 """Acks wait so long for more of them, and most of them for the log: so one message tells of both."""
+ACK_EVERY = MAX_UNSETTLED // 4
+"""Groups of one actor that are acknowledged without a wait: with more of them open, it would stop sending."""
 MISSED_BEATS = 1.5
 """Heartbeats that an actor may be late before its connection is looked at."""
 REANNOUNCE_S = 10.0
@@ -128,6 +131,8 @@ class ActorHandler:
                     write("rejected(%s) from %s: %s", result.reason.name.lower(), actor.actor_id, result.detail)
                 if result.strike:
                     self._strike(actor, result.detail, now)
+                elif hub.ledger.num_to_accept(actor.actor_id) >= ACK_EVERY:
+                    self._send_ack(actor)
             case ActorHeartbeat():
                 self._heartbeat(actor, message, now)
             case Installed():

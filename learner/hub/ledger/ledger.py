@@ -238,6 +238,12 @@ class Ledger(Tables):
         linked = ((self.actors.get(actor_id), incarnation) for actor_id, incarnation in self.dedup.due)
         return [actor.actor_id for actor, incarnation in linked if actor and actor.incarnation == incarnation]
 
+    def num_to_accept(self, actor_id: str) -> int:
+        """Return how many accepted groups the next ACK for this actor tells of."""
+        actor = self.actors.get(actor_id)
+        entry = self.dedup.get(actor_id, actor.incarnation) if actor is not None else None
+        return entry.num_to_accept if entry is not None else 0
+
     def take_acks(self, actor_id: str) -> Ack | None:
         """Take the next ACK for this actor, or None. Ask again until None: what does not fit one message follows."""
         actor = self.actors.get(actor_id)

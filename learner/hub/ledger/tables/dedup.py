@@ -159,6 +159,11 @@ class DedupEntry:
             self._to_make_durable.add(seq)
         self._dirty = True
 
+    @property
+    def num_to_accept(self) -> int:
+        """How many accepted numbers the next ack tells of."""
+        return len(self._to_accept)
+
     def make_durable(self, seq: int) -> None:
         if seq not in self.durable:
             self._tell()
