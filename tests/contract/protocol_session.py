@@ -165,7 +165,7 @@ def play(one: Session) -> None:
     one.handler.grant(one.now)
     one.now += 0.5
     one.note = "The answers: three tokens each, drawn by version 0 of learner epoch 1."
-    one.by_actor(one.actor.submit(_answer(one.leases[0], manifest.ref), one.now))
+    one.by_actor(one.actor.submit(answer_to(one.leases[0], manifest.ref), one.now))
     one.note = "The running ledger holds it. It stays in the outbox."
     one.handler.flush_acks(one.now)
     one.now += 0.1
@@ -182,7 +182,7 @@ def play(one: Session) -> None:
     one.by_actor(one.actor.tick(one.now))
 
 
-def _answer(lease: Lease, ref: VersionRef) -> Group:
+def answer_to(lease: Lease, ref: VersionRef) -> Group:
     members = tuple(
         Member(
             index, MemberStatus.FINISHED, pack_ids([10, 11]) if index == 0 else b"", pack_ids([5 + index, 6, 2]),
