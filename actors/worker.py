@@ -68,7 +68,7 @@ class Worker:
         self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
         self._limits = Limits()
         self._jobs: set[asyncio.Task[None]] = set()
-        self._draining = self._leaving = self._install_waits = self._progress_due = False
+        self._draining = self._leaving = self._install_waits = False
         self._result: LinkClosed | None = None
         self._failure: LinkClosed | None = None
 
@@ -257,12 +257,10 @@ class Worker:
         self._leases.finish(lease)
         self._activity.add(group)
         self.client.send_group(sendable(group, lease, self._limits))
-        if not self._progress_due:  # once for all leases that end with one step of the engine
-            self._progress_due = True
-            asyncio.get_running_loop().call_soon(self._update_progress)
-        if group.reason == ReturnReason.ENGINE_ERROR:
-            if runtime.engine.stats().extra.get("dead") or runner.executor.exhausted:
-                self._fail(group.detail)
+        self._update_progress()
+        dead = runtime.engine.stats().extra.get("dead") or runner.executor.exhausted
+        if group.reason == ReturnReason.ENGINE_ERROR and dead:
+            self._fail(group.detail)
 
     # --- heartbeats ---------------------------------------------------------------------------------------------
 
@@ -284,7 +282,6 @@ class Worker:
 
     def _update_progress(self) -> None:
         """Update the numbers of the next heartbeat."""
-        self._progress_due = False
         held, num_train = self._leases.held, self._leases.num_train
         stuck = tuple(ref for ref in self._stuck if ref in held)
         runtime = self._runtime

@@ -23,7 +23,7 @@ from streamrl.launch import Launcher
 from streamrl.metrics.run_record import read_run
 
 ANSWERS = {"quickstart": 128, "smollm2": 64}
-"""Of a step."""
+"""A step's answers, by experiment."""
 SIZES = (8, 1)
 GOAL = 0.9
 WORDS = (

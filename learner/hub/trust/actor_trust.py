@@ -57,7 +57,7 @@ class ActorRecord:
     num_skipped: int
     """Groups still to be left out: from an empty engine short answers come first."""
     gaps: dict[str, Recent] = field(default_factory=lambda: {name: Recent() for name in MEASURES})
-    """Of each measure, how far its values were from the baseline."""
+    """Distances from the baseline, by measure."""
     values: dict[str, Recent] = field(default_factory=lambda: {name: Recent() for name in MEASURES})
     audited: deque[Agreement] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
     num_looks: int = 0

@@ -88,7 +88,7 @@ def median_of_others(values: np.ndarray) -> np.ndarray:
     ascending, place = values[order], order.argsort()
 
     def without(rank: int) -> np.ndarray:
-        """Of each, the value at this rank of the others."""
+        """The value at this rank among the others, for each."""
         return ascending[np.where(rank < place, rank, rank + 1)]
 
     num = len(values) - 1

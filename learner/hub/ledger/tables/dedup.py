@@ -102,7 +102,6 @@ class DedupEntry:
         self._due = set() if due is None else due  # the table's senders that are to be told something
         self.settled = SeqWindow()
         self.durable = SeqWindow()
-        self.departed_at: int | None = None  # number of checkpoints published when it left
         self._window = window
         self._rejections: OrderedDict[int, Rejection] = OrderedDict()
         self._to_accept: set[int] = set()
@@ -188,10 +187,10 @@ class DedupEntry:
             rejected=tuple(rejection for _, rejection in rejected[:_MAX_REJECTED]),
         )
 
-    def row(self) -> DedupRow:
+    def row(self, *, departed: bool) -> DedupRow:
         return DedupRow(
             self.actor_id, self.incarnation, self.settled.upto, _to_bytes(self.settled.bits), self.durable.upto,
-            _to_bytes(self.durable.bits), self.departed_at is not None,
+            _to_bytes(self.durable.bits), departed,
         )
 
 
@@ -202,7 +201,8 @@ class DedupTable:
         self.num_saves = 0
         self.window = window
         self._entries: dict[tuple[str, int], DedupEntry] = {}
-        self._departed: OrderedDict[tuple[str, int], None] = OrderedDict()  # senders without a link, in that order
+        self._departed: OrderedDict[tuple[str, int], int] = OrderedDict()
+        """Senders without a link, in the order they left: how many checkpoints had been published by then."""
         self._current: dict[str, int] = {}
         self._fenced: OrderedDict[str, deque[int]] = OrderedDict()
         self.due: set[tuple[str, int]] = set()
@@ -227,7 +227,6 @@ class DedupTable:
         if entry is None:
             entry = DedupEntry(actor_id, incarnation, self.window, self.due)
             self._entries[actor_id, incarnation] = entry
-        entry.departed_at = None
         self._departed.pop((actor_id, incarnation), None)
         return entry, fenced
 
@@ -256,15 +255,14 @@ class DedupTable:
 
     def _leave(self, entry: DedupEntry) -> None:
         key = (entry.actor_id, entry.incarnation)
-        entry.departed_at = self.num_saves
-        self._departed[key] = None
+        self._departed[key] = self.num_saves
         self._departed.move_to_end(key)
 
     def saved(self) -> None:
         """Note a published checkpoint: fenced senders that two of them have seen are forgotten."""
         self.num_saves += 1
-        for key in list(self._departed):
-            if self.num_saves - self._entries[key].departed_at >= FORGET_AFTER_SAVES and self.is_fenced(*key):
+        for key, left_at in list(self._departed.items()):
+            if self.num_saves - left_at >= FORGET_AFTER_SAVES and self.is_fenced(*key):
                 self._forget(key)
 
     def _fence(self, actor_id: str, incarnation: int) -> None:
@@ -283,7 +281,7 @@ class DedupTable:
             del self._current[key[0]]
 
     def rows(self) -> list[DedupRow]:
-        return [entry.row() for entry in self._entries.values()]
+        return [entry.row(departed=key in self._departed) for key, entry in self._entries.items()]
 
     def fenced_rows(self) -> list[tuple[str, list[int]]]:
         return [(actor_id, list(incarnations)) for actor_id, incarnations in self._fenced.items()]

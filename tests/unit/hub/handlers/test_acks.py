@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from learner.hub.handlers import actors
@@ -60,10 +58,6 @@ def test_an_ack_waits_for_the_log_and_at_most_for_its_time(session):
 
 def test_the_log_and_the_acceptance_are_told_in_one_ack(session):
     submit(session)
-    session.log.flush(session.now)
-    while session.log.durable < session.hub.ledger.journal.next_sequence - 1:
-        time.sleep(0.001)
-        session.log.flush(session.now)
     session.now += actors.LEAST_FLUSH_S
-    session.handler.flush_acks(session.now)
+    session.sync()
     assert [(one.settled_upto, one.durable_upto) for one in acks(session)] == [(1, 1)]
