@@ -16,13 +16,15 @@ from streamrl.processes import is_stopped, process_state, processor_s
 from streamrl.supervise.child import Child
 
 pytestmark = pytest.mark.timeout(60)
+# Some ticks of the clock by which the kernel counts processor time.
+BUSY = "import time\nwhile time.process_time() < 0.1: pass\nprint('begun', flush=True); input()"
 
 
 @pytest.fixture
 def child() -> Iterator[Child]:
     """A process that has begun and waits."""
     process = subprocess.Popen(
-        [sys.executable, "-c", "print('begun', flush=True); input()"], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+        [sys.executable, "-c", BUSY], stdout=subprocess.PIPE, stdin=subprocess.PIPE
     )
     assert process.stdout is not None and process.stdout.readline() == b"begun\n"
     yield Child("learner", process, time.monotonic() - 7.0, Path("learner.log"))

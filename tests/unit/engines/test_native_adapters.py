@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -32,6 +33,20 @@ from tests.unit.engines.tiny_models import (
 
 pytestmark = pytest.mark.timeout(60)
 SCALE = 4.0
+
+
+class PacedTokenizer(GatedTokenizer):
+    """After its gate, each decode waits until the test has something for the engine to do between two tokens."""
+
+    def __init__(self, stop_at: int) -> None:
+        super().__init__(stop_at)
+        self.may_go = lambda: True
+
+    def decode(self, ids, **options: object) -> str:
+        text = super().decode(ids, **options)
+        while not self.may_go():
+            time.sleep(0.001)
+        return text
 
 
 def linears(model) -> dict[str, torch.nn.Linear]:
@@ -137,7 +152,7 @@ def test_recompute_reads_running_sequences_again_with_the_new_adapter():
 
 
 def test_an_old_adapter_stays_while_a_sequence_uses_it_and_then_goes():
-    model, gate = qwen3(0), GatedTokenizer(stop_at=3)
+    model, gate = qwen3(0), PacedTokenizer(stop_at=3)
     refs = [type(V1)(0, number) for number in range(2, 14)]
 
     async def work():
@@ -146,6 +161,7 @@ def test_an_old_adapter_stays_while_a_sequence_uses_it_and_then_goes():
             await asyncio.to_thread(gate.reached.wait, TIMEOUT_S)
             installs = [asyncio.create_task(engine.install_adapter(adapter_of(model, 2), ref)) for ref in refs]
             await until(lambda: len(engine._swaps) == 1)
+            gate.may_go = lambda: bool(engine._swaps) or all(one.done() for one in installs)  # it outlives them all
             gate.go.set()
             await asyncio.gather(*installs)
             done = await running
