@@ -20,6 +20,12 @@ from streamrl.supervise.caller import Caller
 Callback = Callable[[Mapping[str, Any]], object]
 
 
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook; a program that starts kernels imports their package too."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    return kernel is not None and kernel.IPKernelApp.initialized()
+
+
 class PythonCaller(Caller):
     """A script or a notebook.
 
@@ -53,7 +59,7 @@ class PythonCaller(Caller):
         if self._quiet:
             return
         # A notebook shows standard error as if something were wrong, and draws no panel.
-        console = Console(force_jupyter=False, force_terminal=False) if "ipykernel" in sys.modules else None
+        console = Console(force_jupyter=False, force_terminal=False) if in_notebook() else None
         LiveView(run_dir, console).run(until)
 
     def wants_more(self) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import threading
-import traceback
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -27,7 +25,7 @@ def test_a_run_trained_by_a_call_is_read_back(harness: RunHarness, monkeypatch, 
     assert summary.steps == 4 and summary.extra["run_dir"] == str(harness.run_dir)
     out, err = capfd.readouterr()
     assert f"run directory: {harness.run_dir}" in out and "tokens trained" in out
-    assert "step 4/4" in err, f"{err!r}, standard error is {sys.stderr!r}, running are:\n{stacks()}"
+    assert "step 4/4" in err, out
     read = streamrl.load_run(summary.extra["run_dir"])
     assert read.summary is not None and read.summary.run_id == summary.run_id
     assert read.config.trainer.num_steps == 4 and read.config.run.name == "quickstart"
@@ -39,15 +37,6 @@ def test_a_run_trained_by_a_call_is_read_back(harness: RunHarness, monkeypatch, 
     assert harness.leftovers() == []
     with pytest.raises(ConfigError, match="already holds a run"):
         streamrl.train(experiment="quickstart", overrides=words)
-
-
-def stacks() -> str:
-    """Where every thread is: one that shows a run may hang, or write elsewhere."""
-    names = {one.ident: one.name for one in threading.enumerate()}
-    return "\n".join(
-        f"{names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-    )
 
 
 def test_a_script_from_standard_input_can_train(harness: RunHarness):
