@@ -33,7 +33,7 @@ def test_a_killed_learner_resumes_and_its_actors_reconnect_by_themselves(harness
     rows = harness.metrics()
     versions = [row["run/version"] for row in rows if "policy/loss" in row]
     assert versions == list(range(1, NUM_SLOW_STEPS + 1)), "every version once, in order, none lost or repeated"
-    # The epoch goes on where the log had batches after the checkpoint, for they were trained again; else a new one begins.
+    # The epoch goes on where the log had batches after the checkpoint, trained again; else a new one begins.
     recovered = " batches of the log again" in (harness.path / "learner.log").read_text()
     assert {row["run/epoch"] for row in rows} == ({1.0} if recovered else {1.0, 2.0})
     samples = Counter(one.step for one in read_samples(harness.run_dir) if one.kind == "train")
