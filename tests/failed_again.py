@@ -2,22 +2,37 @@
 
 Tests start real processes with real time limits, and a machine that others use as well makes one of some 12,000 late
 now and then. Only a handful is given this second chance; what fails again, or fails in numbers, is a failure. What
-passes is named in `build/failed_once.txt`, which continuous integration prints at its end: a test that is there often
-is wrong.
+passes is named in `build/failed_once.txt` with what it had said, which continuous integration prints at its end: a test
+that is there often is wrong. `-p tests.failed_again` keeps what a failed test says.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
 LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
-REPORT = Path("build/failed_once.txt")
-MOST = 3
+REPORT, SAID = Path("build/failed_once.txt"), Path("build/failed.json")
+MOST, MOST_CHARS = 3, 1500
 TESTS_FAILED = 1  # pytest's exit status; others (interrupted, internal error, usage) are no test's failure
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if not report.failed or crash is None or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    SAID.parent.mkdir(exist_ok=True)
+    SAID.write_text(json.dumps({**said(), report.nodeid: crash.message[:MOST_CHARS]}))
+
+
+def said() -> dict[str, str]:
+    """The message of each test that failed, by its name."""
+    return json.loads(SAID.read_text()) if SAID.exists() else {}
 
 
 def last_failed() -> set[str]:
@@ -29,17 +44,18 @@ def main(exit_status: int) -> int:
     if exit_status != TESTS_FAILED or not 1 <= len(failed) <= MOST:
         return exit_status
     print(f"\n{len(failed)} failed beside other tests, run once more, alone:", *sorted(failed), sep="\n  ", flush=True)
+    first = said()  # before they speak again
     code = int(pytest.main(["--last-failed", "--last-failed-no-failures=none"]))
     if passed := sorted(failed - last_failed()):
-        report(passed)
+        report({name: first.get(name, "") for name in passed})
     return code
 
 
-def report(names: list[str]) -> None:
-    print(f"\nfailed beside other tests and passed alone (also in {REPORT}):", *names, sep="\n  ", flush=True)
+def report(found: dict[str, str]) -> None:
+    print(f"\nfailed beside other tests and passed alone (also in {REPORT}):", *found, sep="\n  ", flush=True)
     REPORT.parent.mkdir(exist_ok=True)
     with REPORT.open("a") as file:
-        file.writelines(f"{name}\n" for name in names)
+        file.writelines(f"{name}\n{indent(message, '    ')}\n" for name, message in found.items())
 
 
 if __name__ == "__main__":

@@ -43,5 +43,6 @@ class LagPolicy:
         """Drift that is usual at each token's lag [S, A], None if it is not known."""
         if not self.m2_by_lag:
             return None
+        # Lags beyond the table are rarer than what an expectation can be taken over: they count as its last.
         table = torch.tensor(self.m2_by_lag, device=lags.device)
         return table[lags.clamp(0, len(self.m2_by_lag) - 1)]

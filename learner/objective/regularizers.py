@@ -70,6 +70,7 @@ class Regularizers:
     @torch.no_grad()
     def row_penalties(self, tokens: TokenBatch) -> Tensor:
         """The penalty on each trajectory's score, float64 [S]: the log-ratio of the whole trajectory."""
+        # k1 and no other kind: its sum over the tokens is the log-ratio of the trajectory, its mean the KL.
         k1 = kl_estimate(tokens.scored("policy"), tokens.scored("reference"), tokens.mask, kind="k1")
         return self.controls.kl_coef * k1.double().sum(1)
 

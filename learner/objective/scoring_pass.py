@@ -81,6 +81,7 @@ def _fitted(plan: BatchPlan, observed: Sequence[TokenBatch], ranks: Ranks) -> Ba
     if advantage.baseline in WEIGHTED_BASELINES:
         rows = plan_tensors.weighted_row_advantages(plan.tensors, advantage, observed, ranks)
         plan = replace(plan, row_advantages=rows)
+    # After the baselines, which do not read it, and before the estimator, which truncates by it.
     target = advantage.rho_bar_ess_target
     if target is not None:
         plan = replace(plan, rho_bar=plan_tensors.fitted_rho_bar(plan.tensors, observed, ranks, target=target))
@@ -89,6 +90,7 @@ def _fitted(plan: BatchPlan, observed: Sequence[TokenBatch], ranks: Ranks) -> Ba
         advantages = plan_tensors.whitened(advantages, observed, ranks)
     plan = replace(plan, advantages=advantages)
     if objective.surrogate.fit is not None:
+        # Bounds are fitted to the tokens that will be trained on: the masks read the advantages fixed above.
         trusted = [_trusted(tokens, plan) for tokens in observed]
         bounds = plan_tensors.fitted_bounds(objective.surrogate.fit, trusted, ranks, plan.options)
         plan = replace(plan, bounds=bounds)

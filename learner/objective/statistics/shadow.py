@@ -55,7 +55,8 @@ def add_shadows(
     sums = [_sums(tokens, plans) for tokens in seen]
     mine = torch.stack(sums).sum(0) if sums else torch.zeros(len(plans), len(AGES), 5, dtype=torch.float64)
     total = torch.tensor(ranks.all_reduce(mine.flatten().tolist()), dtype=torch.float64).view(mine.shape)
-    if ranks.rank == 0:  # of all ranks already
+    # The sums are of all ranks already, and the meters of all ranks are added up later: one of them takes the sums.
+    if ranks.rank == 0:
         for name, found in zip(["", *(shadow.name for shadow in shadows)], total, strict=True):
             _add(meter, name, found, total[0])
 
