@@ -4,6 +4,9 @@ The same number of answers per step and the same loss, in turns: the quickstart 
 prompts x 1, or SmolLM2-135M with 8 x 8 and 64 x 1 (`make smollm2` converts its weights).
 The value is the ratio of answers trained per second, from the first step after a fifth of the run to the last.
 
+The learner computes a group's prompt once for all its answers, which answers to different prompts cannot have. So
+groups of eight run also without that (`learner.share_prompts=false`).
+
 Run: python -m bench.group_size [--experiment quickstart] [--steps 60] [--repeats 5] [--quick]
 """
 
@@ -24,7 +27,10 @@ from streamrl.metrics.run_record import read_run
 
 ANSWERS = {"quickstart": 128, "smollm2": 64}
 """A step's answers, by experiment."""
-SIZES = (8, 1)
+ARMS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "eight": (8, ()), "eight_unshared": (8, ("learner.share_prompts=false",)), "one": (1, ()),
+}
+"""Answers to a prompt, and further settings."""
 GOAL = 0.9
 WORDS = (
     "algorithm=single_rollout", "eval.num_samples=0", "checkpoint.every_steps=0",
@@ -40,27 +46,31 @@ def main() -> int:
     arguments = parser.parse_args()
     experiment = arguments.experiment
     repeats, steps = (1, 10) if arguments.quick else (arguments.repeats, arguments.steps)
-    found: dict[int, list[float]] = {size: [] for size in SIZES}
+    found: dict[str, list[float]] = {arm: [] for arm in ARMS}
     with tempfile.TemporaryDirectory() as folder:
-        measured(experiment, SIZES[0], 5, arguments.seed, Path(folder))  # makes the start model
+        measured(experiment, "eight", 5, arguments.seed, Path(folder))  # makes the start model
         for _ in range(repeats):
-            for size in SIZES:
-                found[size].append(measured(experiment, size, steps, arguments.seed, Path(folder)))
-                print(f"{size} answers a prompt: {found[size][-1]:.1f} answers/s", file=sys.stderr, flush=True)
-    ratios = [one / eight for one, eight in zip(found[1], found[8], strict=True)]
+            for arm in ARMS:
+                found[arm].append(measured(experiment, arm, steps, arguments.seed, Path(folder)))
+                print(f"{arm}: {found[arm][-1]:.1f} answers/s", file=sys.stderr, flush=True)
     params = {"experiment": experiment, "steps": steps, "answers": ANSWERS[experiment], "words": list(WORDS),
-              **{f"answers_per_s_{size}": values for size, values in found.items()}}
-    line = record(f"group_size.one_to_eight.{experiment}", statistics.median(ratios), "ratio", "higher", ratios, params,
-                  seed=arguments.seed, goal={"id": "G1", "op": ">=", "value": GOAL})
-    return exit_status([line], arguments.check)
+              **{f"answers_per_s_{arm}": values for arm, values in found.items()}}
+    lines = []
+    for arm in ("eight", "eight_unshared"):
+        ratios = [one / other for one, other in zip(found["one"], found[arm], strict=True)]
+        goal = {"id": "G1", "op": ">=", "value": GOAL}
+        lines.append(record(f"group_size.one_to_{arm}.{experiment}", statistics.median(ratios), "ratio", "higher",
+                            ratios, params, seed=arguments.seed, goal=goal))
+    return exit_status(lines, arguments.check)
 
 
-def measured(experiment: str, size: int, steps: int, seed: int, folder: Path) -> float:
+def measured(experiment: str, arm: str, steps: int, seed: int, folder: Path) -> float:
     """Answers trained per second."""
-    run_dir = Path(tempfile.mkdtemp(dir=folder))
+    run_dir, (size, more) = Path(tempfile.mkdtemp(dir=folder)), ARMS[arm]
     words = [f"experiment={experiment}", *WORDS, f"run.dir={run_dir / 'run'}", f"run.seed={seed}",
              f"trainer.num_steps={steps}", f"policy.tiny.cache_dir={folder / 'models'}",
-             f"rollout.num_responses_per_prompt={size}", f"rollout.num_prompts_per_step={ANSWERS[experiment] // size}"]
+             f"rollout.num_responses_per_prompt={size}", f"rollout.num_prompts_per_step={ANSWERS[experiment] // size}",
+             *more]
     with contextlib.redirect_stdout(io.StringIO()):
         if code := Launcher(load_config(words), words, run_dir / "run").run():
             raise RuntimeError(f"the run ended with status {code}: {' '.join(words)}")
