@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.reward_model.scorer import RewardScorer
 from learner.data.packing import pack
-from learner.model.policy import load_policy
+from learner.model.policy import Policy, load_policy
 from learner.model.reference import FrozenPolicy
 from learner.model.tiny import make_tiny_model
 from learner.ranks.mesh import Ranks
@@ -65,6 +65,12 @@ def double(model_dir) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
 
 
+def exact(policy: Policy) -> Policy:
+    """The policy in float64: in float32 the rounding of some processors is as large as the tolerance."""
+    policy.model.double()
+    return policy
+
+
 def backward(method, rows) -> float:
     """The sum over several micro-batches, with its gradients."""
     micro_batches = pack(rows, 40)
@@ -78,7 +84,7 @@ def backward(method, rows) -> float:
 
 
 def test_sft_is_the_cross_entropy_of_the_assistants_tokens(model_dir):
-    policy, encoder = load_policy(model_dir), Encoder(model_dir, DATA)
+    policy, encoder = exact(load_policy(model_dir)), Encoder(model_dir, DATA)
     method, truth = Sft(policy, encoder, DATA, max_tokens=24), double(model_dir)
     records = [
         {"prompt": "abc", "completion": "cba"}, {"question": "a" * 20, "answer": "b" * 20},  # cut after 24 tokens
@@ -105,7 +111,7 @@ def test_sft_is_the_cross_entropy_of_the_assistants_tokens(model_dir):
 @pytest.mark.shows("dpo.label_smoothing")
 @pytest.mark.shows("dpo.sft_weight")
 def test_dpo_is_the_loss_of_its_paper(model_dir, pairs, settings):
-    policy, frozen, encoder = load_policy(model_dir), load_policy(model_dir), Encoder(model_dir, DATA)
+    policy, frozen, encoder = exact(load_policy(model_dir)), exact(load_policy(model_dir)), Encoder(model_dir, DATA)
     with torch.no_grad():
         for parameter in frozen.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -142,7 +148,7 @@ def test_a_reward_model_is_bradley_terry_at_the_last_token_that_is_no_padding(mo
     encoder = Encoder(model_dir, DATA)
     network = load_reward_network(
         model_dir, LearnerConfig(), Ranks(), dtype=torch.float32, gradient_checkpointing=False
-    )
+    ).double()  # see `exact`
     torch.nn.init.normal_(network.score.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     truth = double(model_dir)
     head = network.score.weight.detach().double().clone().requires_grad_()
