@@ -28,6 +28,7 @@ from bench.record import exit_status, record, shared_arguments
 CHECKPOINT_AT = 10
 MORE_STEPS = 5
 PATIENCE_S = 300.0
+LONGEST_LINE = 65_536
 
 
 def main() -> int:
@@ -66,19 +67,21 @@ def measured(behind: int, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def _killed(launcher: subprocess.Popen[bytes], run_dir: Path, kill_at: int, checkpoint: int) -> dict[str, Any]:
-    _wait(launcher, lambda: _last_step(run_dir) >= kill_at)
-    _wait(launcher, lambda: not checkpoint or (run_dir / f"ckpt-{checkpoint:08d}").is_dir())
+    wait(launcher, lambda: last_step(run_dir) >= kill_at)
+    wait(launcher, lambda: not checkpoint or (run_dir / f"ckpt-{checkpoint:08d}").is_dir())
     os.kill(_learner(launcher.pid), signal.SIGKILL)
-    killed, last = time.monotonic(), _last_step(run_dir)
-    _wait(launcher, lambda: _last_step(run_dir) > last)
+    killed, last = time.monotonic(), last_step(run_dir)
+    wait(launcher, lambda: last_step(run_dir) > last)
     return {"seconds": round(time.monotonic() - killed, 2), "behind": last - checkpoint}
 
 
-def _last_step(run_dir: Path) -> int:
+def last_step(run_dir: Path) -> int:
     """The last step in the run's metrics; 0 before there is one, or while its line is being written."""
     try:
-        return int(json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])["step"])
-    except (OSError, IndexError, KeyError, json.JSONDecodeError):
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE))
+            return int(json.loads(file.read().splitlines()[-1])["step"])
+    except (OSError, IndexError, KeyError, ValueError):
         return 0
 
 
@@ -91,7 +94,7 @@ def _learner(launcher: int) -> int:
     raise RuntimeError("the launcher has no learner")
 
 
-def _wait(launcher: subprocess.Popen[bytes], is_done: Callable[[], bool]) -> None:
+def wait(launcher: subprocess.Popen[bytes], is_done: Callable[[], bool]) -> None:
     """Look every 10 ms, the resolution of what is measured. Raises RuntimeError, TimeoutError."""
     until = time.monotonic() + PATIENCE_S
     while not is_done():

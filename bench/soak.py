@@ -4,8 +4,8 @@ The quickstart with keys (CURVE), two actors and a fault a minute, in turns: act
 three seconds, the learner does, actor-0 does. All processes but actor-1 live from the first minute to the last. Each is
 looked at every five seconds; what is compared is the median of the second tenth of the time with that of the last.
 
-Lines: growth of each process's own memory (USS) in MiB an hour, the most descriptors and threads that came, and the
-bytes of the log a trained step in the last tenth over those in the second.
+Lines: growth of each process's own memory (USS) in MiB an hour, with that of its descriptors and threads among the
+parameters; and the bytes by which the log and the whole run directory grow in a step of the last tenth.
 
 Run: python -m bench.soak [--minutes 60] [--quick]
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import signal
 import statistics
 import subprocess
@@ -30,6 +29,7 @@ from typing import Any
 import psutil
 
 from bench.record import exit_status, record, shared_arguments
+from bench.recovery import last_step, wait
 
 LOOK_S, FAULT_S, STILL_S = 5.0, 60.0, 3.0
 NAMES = ("launch", "learner", "hub", "actor-0")
@@ -46,22 +46,22 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--minutes", type=float, default=60.0)
     arguments = parser.parse_args()
-    minutes, fault_s = (0.7, 5.0) if arguments.quick else (arguments.minutes, FAULT_S)
+    minutes, fault_s, look_s = (0.7, 5.0, 1.0) if arguments.quick else (arguments.minutes, FAULT_S, LOOK_S)
     with tempfile.TemporaryDirectory() as folder:
-        looks = soaked(Path(folder), 60.0 * minutes, fault_s, arguments.seed)
+        looks = soaked(Path(folder), 60.0 * minutes, fault_s, look_s, arguments.seed)
     params = {"minutes": minutes, "fault_s": fault_s, "words": list(WORDS), "steps": looks[-1]["step"],
               "num_faults": looks[-1]["num_faults"]}
     return exit_status(lines_of(looks, params, arguments.seed), arguments.check)
 
 
-def soaked(folder: Path, seconds: float, fault_s: float, seed: int) -> list[dict[str, Any]]:
+def soaked(folder: Path, seconds: float, fault_s: float, look_s: float, seed: int) -> list[dict[str, Any]]:
     """Start the run, break it again and again, and look at it meanwhile."""
     keys, run_dir = folder / "keys", folder / "run"
     subprocess.run([sys.executable, "-m", "streamrl.cli", "keys", "new", str(keys)], check=True, capture_output=True)
     words = [*WORDS, f"run.dir={run_dir}", f"run.seed={seed}", f"hub.keys={keys}"]
     looks: list[dict[str, Any]] = []
     with _launched(words) as launcher:
-        _wait_for_step(launcher, run_dir, 5)
+        wait(launcher, lambda: last_step(run_dir) >= 5)
         began, faults = time.monotonic(), itertools.cycle(FAULTS)
         next_fault, num_faults = began + fault_s, 0
         while (now := time.monotonic()) < began + seconds:
@@ -76,12 +76,12 @@ def soaked(folder: Path, seconds: float, fault_s: float, seed: int) -> list[dict
                 _break(found.get(name), number)
                 print(f"{now - began:.0f} s: {signal.Signals(number).name} to {name}, step {looks[-1]['step']}",
                       file=sys.stderr, flush=True)
-            time.sleep(LOOK_S if seconds > 300 else 1.0)
+            time.sleep(look_s)
     return looks
 
 
 def lines_of(looks: Sequence[dict[str, Any]], params: dict[str, Any], seed: int) -> list[dict[str, Any]]:
-    """One line for each process and thing, and one for the log."""
+    """Results: a line for each process, one for the log, one for the run directory."""
     tenth = max(1, len(looks) // 10)
     early, late = looks[tenth : 2 * tenth], looks[-tenth:]
     hours = (late[len(late) // 2]["t"] - early[len(early) // 2]["t"]) / 3600
@@ -136,7 +136,12 @@ def _break(process: psutil.Process | None, number: int) -> None:
     with contextlib.suppress(psutil.Error):
         process.send_signal(number)
         if number == signal.SIGSTOP:
-            threading.Timer(STILL_S, process.resume).start()
+            threading.Timer(STILL_S, _go_on, [process]).start()
+
+
+def _go_on(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.Error):  # the run may have ended meanwhile
+        process.resume()
 
 
 def _files(run_dir: Path) -> dict[str, int]:
@@ -147,29 +152,13 @@ def _files(run_dir: Path) -> dict[str, int]:
             if path.is_file():
                 sizes[path] = path.stat().st_size
     log = sum(size for path, size in sizes.items() if path.is_relative_to(run_dir / "stream"))
-    return {"log_bytes": log, "run_bytes": sum(sizes.values()), "step": _last_step(run_dir)}
-
-
-def _last_step(run_dir: Path) -> int:
-    try:
-        with (run_dir / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - 65536))
-            return int(json.loads(file.read().splitlines()[-1])["step"])
-    except (OSError, IndexError, KeyError, ValueError):
-        return 0
+    return {"log_bytes": log, "run_bytes": sum(sizes.values()), "step": last_step(run_dir)}
 
 
 def _growth(early: Sequence[dict[str, Any]], late: Sequence[dict[str, Any]], name: str, thing: str) -> float:
     """The median later less the median earlier."""
     values = [[look["processes"][name][thing] for look in part if name in look["processes"]] for part in (early, late)]
     return statistics.median(values[1]) - statistics.median(values[0])
-
-
-def _wait_for_step(launcher: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
-    while _last_step(run_dir) < step:
-        if launcher.poll() is not None:
-            raise RuntimeError(f"the run ended with status {launcher.returncode} before step {step}")
-        time.sleep(0.5)
 
 
 @contextlib.contextmanager
