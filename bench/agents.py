@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.record import exit_status, record, shared_arguments
-from bench.recovery import _last_step, _wait
+from bench.recovery import last_step, wait
 
 GROUPS, MEMBERS = 8, 5
 WORDS = (
@@ -67,7 +67,7 @@ def measured(steps: int, seed: int, folder: Path, engine: str = "native") -> dic
         stderr=subprocess.DEVNULL,
     ) as launcher:
         try:
-            _wait(launcher, lambda: _last_step(run_dir) >= steps // 3)
+            wait(launcher, lambda: last_step(run_dir) >= steps // 3)
             os.kill(_an_actor(launcher.pid), signal.SIGKILL)
             launcher.wait(900)
         finally:
