@@ -19,6 +19,7 @@ import pytest
 LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
 REPORT, SAID = Path("build/failed_once.txt"), Path("build/failed.json")
 MOST, MOST_CHARS = 3, 1500
+"""Tests that are run again, and of what each said its first and its last characters: logs stand between them."""
 TESTS_FAILED = 1  # pytest's exit status; others (interrupted, internal error, usage) are no test's failure
 
 
@@ -27,7 +28,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if not report.failed or crash is None or "PYTEST_XDIST_WORKER" in os.environ:
         return
     SAID.parent.mkdir(exist_ok=True)
-    SAID.write_text(json.dumps({**said(), report.nodeid: crash.message[:MOST_CHARS]}))
+    SAID.write_text(json.dumps({**said(), report.nodeid: shortened(crash.message)}))
+
+
+def shortened(message: str) -> str:
+    half = MOST_CHARS // 2
+    return message if len(message) <= MOST_CHARS else f"{message[:half]}\n[...]\n{message[-half:]}"
 
 
 def said() -> dict[str, str]:
@@ -43,11 +49,11 @@ def main(exit_status: int) -> int:
     failed = last_failed()
     if exit_status != TESTS_FAILED or not 1 <= len(failed) <= MOST:
         return exit_status
-    print(f"\n{len(failed)} failed beside other tests, run once more, alone:", *sorted(failed), sep="\n  ", flush=True)
-    first = said()  # before they speak again
-    code = int(pytest.main(["--last-failed", "--last-failed-no-failures=none"]))
+    first = {name: said().get(name, "") for name in sorted(failed)}  # before they speak again
+    print(f"\n{len(failed)} failed beside other tests, run once more, alone:\n{listed(first)}", flush=True)
+    code = int(pytest.main(["--last-failed", "--last-failed-no-failures=none", "--continue-on-collection-errors"]))
     if passed := sorted(failed - last_failed()):
-        report({name: first.get(name, "") for name in passed})
+        report({name: first[name] for name in passed})
     return code
 
 
@@ -55,7 +61,11 @@ def report(found: dict[str, str]) -> None:
     print(f"\nfailed beside other tests and passed alone (also in {REPORT}):", *found, sep="\n  ", flush=True)
     REPORT.parent.mkdir(exist_ok=True)
     with REPORT.open("a") as file:
-        file.writelines(f"{name}\n{indent(message, '    ')}\n" for name, message in found.items())
+        file.write(listed(found))
+
+
+def listed(found: dict[str, str]) -> str:
+    return "".join(f"{name}\n{indent(message, '    ')}\n" for name, message in found.items())
 
 
 if __name__ == "__main__":
