@@ -68,7 +68,7 @@ class Worker:
         self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
         self._limits = Limits()
         self._jobs: set[asyncio.Task[None]] = set()
-        self._draining = self._leaving = self._install_waits = False
+        self._draining = self._leaving = self._install_waits = self._progress_due = False
         self._result: LinkClosed | None = None
         self._failure: LinkClosed | None = None
 
@@ -220,8 +220,8 @@ class Worker:
     def _report(self, report: Installed) -> None:
         if self._runtime is not None:
             self._runtime.load.paused(report.pause_s)
+        self._update_progress()  # first: the heartbeat that follows the report says how many leases are free
         self.client.report_installed(report)
-        self._update_progress()
 
     # --- leases -------------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class Worker:
         for lease in leases.grants:
             if lease.ref not in self._leases.held:
                 self._start(lease)
-        self._update_progress()
+        self._update_progress_soon()
 
     def _start(self, lease: Lease) -> None:
         runtime = self._runtime
@@ -257,7 +257,7 @@ class Worker:
         self._leases.finish(lease)
         self._activity.add(group)
         self.client.send_group(sendable(group, lease, self._limits))
-        self._update_progress()
+        self._update_progress_soon()
         dead = runtime.engine.stats().extra.get("dead") or runner.executor.exhausted
         if group.reason == ReturnReason.ENGINE_ERROR and dead:
             self._fail(group.detail)
@@ -280,8 +280,15 @@ class Worker:
         if line:
             log.info("%s", line)
 
+    def _update_progress_soon(self) -> None:
+        """Update once for all groups that end in this pass of the event loop: it costs as much as there are leases."""
+        if not self._progress_due:
+            self._progress_due = True
+            asyncio.get_running_loop().call_soon(self._update_progress)
+
     def _update_progress(self) -> None:
         """Update the numbers of the next heartbeat."""
+        self._progress_due = False
         held, num_train = self._leases.held, self._leases.num_train
         stuck = tuple(ref for ref in self._stuck if ref in held)
         runtime = self._runtime

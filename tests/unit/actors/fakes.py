@@ -196,6 +196,7 @@ class FakeClient:
         self.groups: list[Group] = []
         self.installed: list[VersionRef] = []
         self.reports: list[Installed] = []
+        self.free_at_reports: list[int] = []
         self.progress = Progress()
         self.drained_with: tuple[int, tuple[Any, ...]] | None = None
         self.closed = False
@@ -211,6 +212,7 @@ class FakeClient:
         assert message.ok, message.error
         self.installed.append(message.target)
         self.reports.append(message)
+        self.free_at_reports.append(self.progress.free)
 
     def update(self, progress: Progress) -> None:
         self.progress = progress

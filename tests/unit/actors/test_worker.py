@@ -18,6 +18,7 @@ from actors.worker import EXIT_ENGINE_HUNG, EXIT_RESTART
 from streamrl.environment import Step
 from streamrl.errors import EngineError
 from streamrl.messages import Announce, Drain, Limits, Outcome, Purpose, ReturnReason
+from streamrl.transport.session import Progress
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.unit.actors.fakes import (
     DEADLINE_S,
@@ -62,6 +63,27 @@ def test_leases_become_groups_of_their_members_and_progress_says_so():
             await until(lambda: one.client.progress.held == ())
             assert (one.client.progress.free, one.client.progress.free_eval) == (3, 64)
             assert one.client.progress.tokens_total == 14
+
+    run(work)
+
+
+def test_the_heartbeat_beside_the_first_installation_already_offers_leases():
+    async def work():
+        async with actor(ScriptedEngine(says("ok")), always(), max_leases=3) as one:
+            assert one.client.free_at_reports == [3]  # with 0 the hub would grant nothing before the next heartbeat
+
+    run(work)
+
+
+def test_groups_that_end_in_one_pass_of_the_event_loop_update_the_progress_once():
+    async def work():
+        async with actor(ScriptedEngine(says("ok")), always()) as one:
+            updates: list[Progress] = []
+            one.client.update = updates.append
+            for _ in range(20):
+                one.worker._update_progress_soon()
+            await asyncio.sleep(0)
+            assert len(updates) == 1
 
     run(work)
 
