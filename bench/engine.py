@@ -22,7 +22,7 @@ import torch
 import transformers
 from transformers import Qwen3Config
 
-from actors.engines.base import GenerateRequest
+from actors.engines.base import Engine, GenerateRequest
 from actors.engines.native.engine import NativeEngine, build_model
 from actors.engines.native.weight_sets import checkpoint_tensors
 from bench.record import exit_status, record, shared_arguments
@@ -76,7 +76,7 @@ def run_generate(model: torch.nn.Module, jobs: list[Job], batch: int, do_sample:
     return outputs
 
 
-async def run_engine(engine: NativeEngine, jobs: list[Job], sampling: Sampling = SAMPLING) -> list[list[int]]:
+async def run_engine(engine: Engine, jobs: list[Job], sampling: Sampling = SAMPLING) -> list[list[int]]:
     requests = [GenerateRequest(job.prompt, sampling, job.num_new, n, ignore_eos=True) for n, job in enumerate(jobs)]
     return [done.token_ids for done in await asyncio.gather(*(engine.generate(request) for request in requests))]
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from bench.record import record
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.prompts import PromptStream
 from learner.hub_client.settings import ledger_settings, wire_sampling
@@ -270,6 +271,11 @@ def main() -> int:
     }
     if arguments.measure:
         found["measured"] = measure(words, world, seconds, warm_s)
+        for key in ("groups_per_s", "lag_mean"):  # of both, how far the measurement lies from the simulation
+            simulated, measured = found["simulated"][key], found["measured"][key]
+            apart = abs(measured / simulated - 1)
+            record(f"simulate.{key}.{world.num_actors}", apart, "share", "lower", [apart], found,
+                   goal={"id": "simulate", "op": "<=", "value": 0.1}, seed=arguments.seed)
     print(json.dumps(found))
     return 0
 

@@ -2,6 +2,7 @@
 
 Run: python -m bench.staleness_real [--quick] [--out FOLDER] [--seeds N ...] [--max-cells N] [--table] [--publish]
      python -m bench.staleness_real --arms vtrace impala --lags 24 --rates 3e-4 1e-3 --steps 60 --out FOLDER
+     python -m bench.staleness_real --experiment smollm2 --arms uncorrected vtrace --lags 16 --rates 2e-5 --out FOLDER
 
 Runs one cell after the other and adds a line to FOLDER/results.jsonl for each; started again it goes on where it was.
 The lag of a cell does not depend on the machine's speed: several processes can run at once, each with seeds and a
@@ -19,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.staleness_real.cells import ARMS, CRITIC_ARMS, LAGS, NUM_STEPS, Cell, all_cells, ordered
+from bench.staleness_real.cells import ARMS, CRITIC_ARMS, LAGS, NUM_STEPS, RATES, Cell, all_cells, ordered
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "docs" / "results" / "staleness-real"
@@ -34,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="only the cells of these seeds")
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *CRITIC_ARMS], help="only these, of both tables")
     parser.add_argument("--lags", type=int, nargs="+", metavar="N", help="only these; with --arms any")
-    parser.add_argument("--rates", type=float, nargs="+", metavar="R", help="only the cells of these rates")
+    parser.add_argument("--rates", type=float, nargs="+", metavar="R", help="only these; with --arms any")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of each run of --arms")
     parser.add_argument("--experiment", default="quickstart", help="of --arms, in an own folder, or a settings file")
     parser.add_argument("--max-cells", type=int, help="stop after so many")
@@ -47,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
         cells = [
             one for one in all_cells(
                 quick=arguments.quick, arms=arguments.arms, num_steps=arguments.steps, experiment=arguments.experiment,
-                lags=arguments.lags or LAGS)
+                lags=arguments.lags or LAGS, rates=arguments.rates or RATES)
             if all(chosen is None or value in chosen for value, chosen in (
                 (one.seed, arguments.seeds), (one.lag, arguments.lags), (one.rate, arguments.rates)))
         ]

@@ -119,16 +119,17 @@ class Cell:
 
 
 def all_cells(*, quick: bool = False, arms: Sequence[str] | None = None, num_steps: int = NUM_STEPS,
-              experiment: str = "quickstart", lags: Sequence[int] = LAGS) -> list[Cell]:
+              experiment: str = "quickstart", lags: Sequence[int] = LAGS,
+              rates: Sequence[float] = RATES) -> list[Cell]:
     """Every cell; `quick` keeps the shape of the experiment and nothing of its meaning.
 
     Args:
         arms: of both tables, these only.
         experiment: of these arms: a name, or a settings file.
-        lags: of these arms.
+        lags, rates: of these arms.
     """
     if arms is not None:
-        return [Cell(*values, num_steps, experiment) for values in product(arms, lags, RATES, SEEDS)]
+        return [Cell(*values, num_steps, experiment) for values in product(arms, lags, rates, SEEDS)]
     if quick:
         return [Cell(arm, lag, RATES[0], SEEDS[0], 6) for arm in ("uncorrected", "stream_default") for lag in (2, 0)]
     return [
