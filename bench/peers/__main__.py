@@ -9,6 +9,7 @@ Runs alternate, the first steps of each are left out, medians of the repeats are
 is float32, without KL, at temperature 1. TRL runs in an environment of its own: `make .venv-oracles/.installed`.
 
 Run: make peers, or python -m bench.peers --peer .venv-oracles/bin/python [--case quickstart] [--repeats 5] [--quick]
+     python -m bench.peers --case sums --beside run.num_threads=2      ours beside ours with other settings
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -37,6 +39,8 @@ def main() -> int:
     parser = shared_arguments(__doc__ or "")
     parser.add_argument("--peer", default=".venv-oracles/bin/python", help="Python of the environment that has TRL")
     parser.add_argument("--case", action="append", choices=list(CASES), help="one of the workloads; all if not given")
+    parser.add_argument("--beside", action="append", default=[], metavar="WORDS",
+                        help="in place of the others, ours with these settings besides")
     arguments = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     lines = []
@@ -44,12 +48,13 @@ def main() -> int:
         case = CASES[name]
         if arguments.quick:
             case = replace(case, num_steps=case.num_dropped_steps + 2)
-        lines += measure(case, arguments.peer, 1 if arguments.quick else arguments.repeats, arguments.seed)
+        repeats = 1 if arguments.quick else arguments.repeats
+        lines += measure(case, arguments.peer, repeats, arguments.seed, arguments.beside)
     return exit_status(lines, arguments.check)
 
 
-def measure(case: Case, peer: str, repeats: int, seed: int) -> list[dict[str, Any]]:
-    """All systems on one workload, in turns."""
+def measure(case: Case, peer: str, repeats: int, seed: int, beside: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """All systems on one workload, in turns; or ours alone, without and with each of these settings."""
     rates: dict[str, list[dict[str, float]]] = {}
     failures: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -67,6 +72,12 @@ def measure(case: Case, peer: str, repeats: int, seed: int) -> list[dict[str, An
                 f"trl_{n}_thread{'s' * (n > 1)}": lambda f=folder, r=repeat, n=n: trl(case, f, model, seed + r, peer, n)
                 for n in case.peer_threads
             }
+            if beside:
+                systems = {"ours": systems["ours"]} | {
+                    f"ours with {words}": lambda f=folder, r=repeat, w=words, n=number: ours.run(
+                        case, f, model, seed + r, eta=2, run_dir=root / f"beside-{n}-{r}", words=tuple(w.split()))
+                    for number, words in enumerate(beside)
+                }
             for name, run in systems.items():
                 try:
                     rates.setdefault(name, []).append(rate(run(), case.num_dropped_steps))
@@ -86,20 +97,20 @@ def report(
     lines = []
     for unit in ("samples", "tokens"):
         medians = {name: median(one[unit] for one in found) for name, found in rates.items()}
-        prefix = "trl" if case.peer_threads else "ours_sync"
+        prefix = "ours with" if "ours_sync" not in rates else "trl" if case.peer_threads else "ours_sync"
         peers = {name: value for name, value in medians.items() if name.startswith(prefix)}
         best = max(peers, key=lambda name: peers[name], default=None)
         for name, value in medians.items():
-            is_ours = name.startswith("ours")
+            is_ours = name in ("ours", "ours_sync")
             lines.append(record(
                 f"peers.{case.name}.{name}.{unit}_per_s", value, f"{unit}/s", "higher",
                 [one[unit] for one in rates[name]], params(case) | {"num_failed": failures.get(name, 0)},
                 baseline={
                     "name": best, "value": peers[best], "unit": f"{unit}/s", "source": "this run",
-                    "version": TRL_VERSION if case.peer_threads else "same", "measured_here": True,
+                    "version": TRL_VERSION if best.startswith("trl") else "same", "measured_here": True,
                 } if is_ours and best and name != best else None,
                 goal={"id": f"{goal}x", "op": ">=", "value": goal * peers[best]}
-                if name == "ours" and unit == which and best else None,
+                if name == "ours" and unit == which and best and prefix != "ours with" else None,
                 seed=seed,
             ))
     return lines

@@ -155,7 +155,7 @@ def ordered(cells: Iterable[Cell], results: Sequence[Mapping[str, Any]]) -> list
     def key(cell: Cell) -> tuple[float, ...]:
         place = (LAGS.index(cell.lag) if cell.lag in LAGS else 0, arms.index(cell.arm))
         if cell.seed == first:
-            return (0, RATES.index(cell.rate), 0, *place)
+            return (0, RATES.index(cell.rate) if cell.rate in RATES else 0, 0, *place)
         return (1, rank.get((cell.arm, cell.lag, cell.rate), len(RATES)), cell.seed, *place)
 
     return sorted(cells, key=key)

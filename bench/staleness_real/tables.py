@@ -62,7 +62,7 @@ def best_rate(valid: Sequence[Result], arm: str, lag: int) -> float | None:
 
 def _rates(valid: Sequence[Result], value: str, stale: int) -> str:
     spreads = by(valid, "arm", "lag", "rate", value=value)
-    rates = sorted(RATES)
+    rates = sorted({one["rate"] for one in valid} or RATES)
     rows = [[f"`{arm}`", *(_shown(spreads.get((arm, lag, rate))) for lag in (0, stale) for rate in rates)]
             for arm in _arms(valid)]
     return _table([value, *(f"lag {lag}, {rate:g}" for lag in (0, stale) for rate in rates)], rows)

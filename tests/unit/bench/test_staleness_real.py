@@ -62,6 +62,14 @@ def test_the_first_seed_comes_first_then_the_best_rate_of_every_arm_and_lag():
     assert [cell.rate for cell in later] == [1e-4] * 4 + [3e-4] * 4 + [1e-3] * 4
 
 
+def test_arms_that_are_asked_for_run_at_the_rates_and_lags_that_are_asked_for():
+    cells = all_cells(arms=["tis", "vtrace"], lags=[16], rates=[6e-5, 2e-5], experiment="smollm2", num_steps=40)
+    assert [(one.arm, one.rate, one.lag) for one in ordered(cells, []) if one.seed == SEEDS[0]] == [
+        ("tis", 6e-5, 16), ("tis", 2e-5, 16), ("vtrace", 6e-5, 16), ("vtrace", 2e-5, 16),
+    ]
+    assert all("policy.optimizer.lr=6e-05" in one.overrides() for one in cells if one.rate == 6e-5)
+
+
 def test_several_processes_share_the_cells_by_seed(tmp_path, monkeypatch):
     ran = []
 
