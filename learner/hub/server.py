@@ -151,6 +151,7 @@ class HubServer:
                 )
                 write_status(self.context, now)
                 self._check_keys(now)
+        self._drain_actors(time.monotonic())  # who asks to join by now need not wait for a hub that has gone
 
     def _tick(self, now: float) -> float:
         """Do what looks at every actor; returns when to do so again."""

@@ -62,6 +62,7 @@ class ActorHandler:
         self._moves = LogLimit(log, burst=MAX_MOVES)
         self._ack_at, self._acked_upto = 0.0, 0  # when, and the record up to which the log was on the disk then
         self._num_heartbeats = 0
+        self._end: Stop | None = None
 
     # --- incoming ---------------------------------------------------------------------------------------------------
 
@@ -90,7 +91,10 @@ class ActorHandler:
             else:
                 return False
             return True
-        if isinstance(message, Hello):
+        if self._end is not None:
+            if isinstance(message, Hello):  # it was joining while the others were told
+                self._send(routing_id, self._end)
+        elif isinstance(message, Hello):
             self._hello(routing_id, message, now, key_name)
         elif actor is None:
             self._send(routing_id, stop_of(StopReason.NO_LINK, "send HELLO first", rejoin=True))
@@ -345,13 +349,13 @@ class ActorHandler:
 
     def stop_all(self, reason: str, *, finished: bool) -> None:
         """Acknowledge everything, then stop every actor: for good, or until the learner is back."""
-        stop = (
+        self._end = (
             stop_of(StopReason.FINISHED, reason) if finished
             else stop_of(StopReason.RESTARTING, reason, rejoin=True, retry_after_s=1.0)
         )
         for actor in self._hub.connections.all():
             self._send_ack(actor)
-            self._send(actor.routing_id, stop)
+            self._send(actor.routing_id, self._end)
 
     def _strike(self, actor: Connection, detail: str, now: float) -> bool:
         """Count a violation; returns whether the actor was evicted for it."""
