@@ -1,4 +1,4 @@
-"""An actor that asks to join while the hub ends is told so: it would wait for an answer that nobody gives."""
+"""An actor that asks to join while the hub ends is told so: no process would answer it later."""
 
 from __future__ import annotations
 
