@@ -97,7 +97,8 @@ def report(
     lines = []
     for unit in ("samples", "tokens"):
         medians = {name: median(one[unit] for one in found) for name, found in rates.items()}
-        prefix = "ours with" if "ours_sync" not in rates else "trl" if case.peer_threads else "ours_sync"
+        beside = any(name.startswith("ours with") for name in rates)
+        prefix = "ours with" if beside else "trl" if case.peer_threads else "ours_sync"
         peers = {name: value for name, value in medians.items() if name.startswith(prefix)}
         best = max(peers, key=lambda name: peers[name], default=None)
         for name, value in medians.items():
@@ -110,7 +111,7 @@ def report(
                     "version": TRL_VERSION if best.startswith("trl") else "same", "measured_here": True,
                 } if is_ours and best and name != best else None,
                 goal={"id": f"{goal}x", "op": ">=", "value": goal * peers[best]}
-                if name == "ours" and unit == which and best and prefix != "ours with" else None,
+                if name == "ours" and unit == which and best and not beside else None,
                 seed=seed,
             ))
     return lines

@@ -28,11 +28,17 @@ def test_wrong(number):
 """
 
 
+def of_no_worker() -> dict[str, str]:
+    """The environment of the processes below: this one may be a worker of pytest-xdist, they are none."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"} | {
+        "PYTHONPATH": str(ROOT)
+    }
+
+
 @pytest.mark.parametrize(("num_wrong", "status", "again"), [(0, 0, True), (1, 1, True), (3, 1, False)])
 def test_what_passes_alone_is_named_and_what_fails_again_fails(tmp_path, num_wrong, status, again):
     (tmp_path / "test_some.py").write_text(TESTS.format(num_wrong=num_wrong))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("PYTEST_XDIST_WORKER", None)  # this process may be one, those below are none
+    environment = of_no_worker()
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", *words]
@@ -56,8 +62,7 @@ def test_what_passes_alone_is_named_and_what_fails_again_fails(tmp_path, num_wro
 def test_a_file_that_cannot_be_read_takes_no_second_chance_from_others(tmp_path):
     (tmp_path / "test_some.py").write_text(TESTS.format(num_wrong=0))
     (tmp_path / "test_broken.py").write_text("from os import no_such_name")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("PYTEST_XDIST_WORKER", None)
+    environment = of_no_worker()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:hypothesispytest", "--continue-on-collection-errors"]
     subprocess.run(command, cwd=tmp_path, env=environment, timeout=60)
     again = [sys.executable, "-m", "tests.failed_again", "1"]
