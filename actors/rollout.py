@@ -56,7 +56,7 @@ async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callabl
     if trains and is_truncated(lease.sampling) and not getattr(runner.engine, "returns_sets", False):
         return returned(lease, ReturnReason.ENGINE_ERROR, (
             f"the engine {runner.engine.name} does not say which ids top_p, top_k and min_p leave, so its tokens "
-            "cannot be trained on: use actors.engine=native, or rollout.train.sampling without them"
+            "cannot be trained on: use actors.engine=native or vllm, or rollout.train.sampling without them"
         ))
     group, prompts = GroupStep(lease.members), SharedPrompts(runner.renderer)
     try:

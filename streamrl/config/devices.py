@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from streamrl.config.schema import Config
+from streamrl.config.schema import Config, SamplingConfig
 from streamrl.errors import ConfigError
 from streamrl.gpus import Placement, place
+
+CANDIDATE_BYTES = 116
+"""Bytes that vLLM 0.32 holds for an id that a token might have been, with its log-prob: Python numbers in lists."""
+MAX_CANDIDATE_BYTES = 8 << 30
+"""What they may take in one actor."""
 
 
 def gpus_per_engine(config: Config) -> int:
@@ -24,15 +29,23 @@ def check_engine(config: Config) -> None:
             f"actors.weights={config.actors.weights} is rounded by the native engine alone, and actors.engine is "
             f"{config.actors.engine}: vLLM has actors.vllm.quantization, or leave actors.weights=full"
         )
-    sampling, name = config.rollout.train.sampling, "rollout.train.sampling"
-    # vLLM 0.32 has `return_sampling_mask`: in its second model runner alone, and then for all requests of the engine.
-    for key, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
-        if config.actors.engine == "vllm" and (value := getattr(sampling, key)) != off:
-            raise ConfigError(
-                f"{name}.{key}={value} with actors.engine=vllm: the learner must know which ids {key} left, and vLLM "
-                "tells it on GPUs alone, in an engine that then refuses greedy answers and the weight probe: use "
-                f"actors.engine=native, or leave {key} at {off} (rollout.test.sampling.{key} is free)"
-            )
+    sampling = config.rollout.train.sampling
+    if config.actors.engine == "vllm" and (sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0):
+        _check_candidates(sampling, config.actors.num_concurrent)
+
+
+def _check_candidates(sampling: SamplingConfig, num_concurrent: int) -> None:
+    """Raise ConfigError if the ids that vLLM names for each token would fill the actor's memory."""
+    num_tokens = num_concurrent * sampling.max_new_tokens
+    most = MAX_CANDIDATE_BYTES // (num_tokens * CANDIDATE_BYTES)
+    key = "top_k" if sampling.top_k > 0 else "max_kept"
+    if (kept := getattr(sampling, key)) > most:
+        raise ConfigError(
+            f"rollout.train.sampling.{key}={kept} with actors.engine=vllm: vLLM holds so many ids of each token until "
+            f"its answer ends, {CANDIDATE_BYTES} bytes each, and actors.num_concurrent={num_concurrent} answers of "
+            f"{sampling.max_new_tokens} tokens would take {num_tokens * kept * CANDIDATE_BYTES / 1e9:.0f} GB of an "
+            f"actor's memory: set it to {most} or less, or have fewer or shorter answers"
+        )
 
 
 def check_ranks(config: Config) -> None:

@@ -27,13 +27,16 @@ def every_install_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_launched_run_with_a_vllm_actor_trains_and_leaves_nothing_behind(harness: RunHarness):
     launch = harness.launch(*VLLM, HEADS, "trainer.num_steps=6", "launch.num_actors=1", "publish.probe_every=2",
-                            "hub.heartbeat_s=0.2")
+                            "hub.heartbeat_s=0.2", "rollout.train.sampling.top_p=0.9")
 
     assert harness.finish(launch, START_S + 120) == 0, harness.logs()
     harness.check_metric_keys()
     summary, rows = harness.summary(), harness.metrics()
     assert summary["num_groups_trained"] == 48 and summary["num_lag_violations"] == 0
-    assert [row["step"] for row in rows if "policy/loss" in row] == [1, 2, 3, 4, 5, 6]
+    steps = [row for row in rows if "policy/loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[0]["ratio/max"] == pytest.approx(1.0, abs=1e-3), "of the first version, over the ids that top_p left"
+    assert steps[0]["rollout/set_size"] >= 1
     log = (harness.run_dir / "logs" / "actor-0.log").read_text()
     assert "installed version 1:6" in log and "paused" in log, harness.logs()
     assert last(rows, "hub/num_probes") >= 2 and last(rows, "hub/num_probe_failures") == 0

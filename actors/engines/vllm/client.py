@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from actors.engines.base import GenerateRequest, Generation, VersionSpan
 from actors.engines.vllm.core import Core
 from actors.engines.vllm.imports import vllm
@@ -15,6 +17,8 @@ from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
 
 LOWEST_TEMPERATURE = 0.01  # vLLM silently raises anything below to this, and records log-probs of what it did
+NUM_MORE_KEPT = 16
+"""Ids asked for beyond top-k: vLLM keeps all that tie with the last, and logits of a half type tie often."""
 _WORD = (1 << 64) - 1
 
 
@@ -87,16 +91,20 @@ def check_temperature(temperature: float) -> None:
         raise EngineError(f"temperature={temperature}: vLLM goes down to {LOWEST_TEMPERATURE}, or 0 for greedy")
 
 
-def sampling_arguments(request: GenerateRequest, eos_ids: Sequence[int]) -> dict[str, Any]:
-    """Keyword arguments of SamplingParams. The end-of-sequence ids are ours, so that every engine ends alike."""
+def sampling_arguments(request: GenerateRequest, eos_ids: Sequence[int], vocab_size: int) -> dict[str, Any]:
+    """Keyword arguments of SamplingParams. The end-of-sequence ids are ours, so that every engine ends alike.
+
+    With a top-k, which training has wherever ids are cut off, the log-probs of all ids that may be left are asked for.
+    """
     sampling = request.sampling
+    bounded = sampling.top_k > 0 and sampling.temperature > 0
     return {
         "temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p,
         "top_k": max(sampling.top_k, 0), "max_tokens": request.max_new_tokens, "seed": turn_seed(request),
         "ignore_eos": True, "stop_token_ids": [] if request.ignore_eos else list(eos_ids),
         "stop": list(request.stop), "include_stop_str_in_output": True, "detokenize": bool(request.stop),
         "skip_special_tokens": False, "spaces_between_special_tokens": False,
-        "logprobs": 0, "flat_logprobs": True,
+        "logprobs": min(sampling.top_k + NUM_MORE_KEPT, vocab_size) if bounded else 0, "flat_logprobs": True,
     }
 
 
@@ -119,13 +127,34 @@ def turn_seed(request: GenerateRequest) -> int:
 
 def generation_of(output: Any, greedy: bool) -> Generation:
     """A finished CompletionOutput as ours. Raises EngineError if log-probs or version labels are missing or wrong."""
-    token_ids = list(output.token_ids)
-    logprobs = [float(number) for number in output.logprobs.logprobs] if output.logprobs is not None else []
+    token_ids, found = list(output.token_ids), output.logprobs
+    starts = found.start_indices if found is not None else []
+    logprobs = [float(found.logprobs[start]) for start in starts]  # of a place the first: the token that was drawn
     if len(logprobs) != len(token_ids) or not all(map(math.isfinite, logprobs)):
         raise EngineError(f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, or some are no numbers")
+    sets = None
+    if token_ids and len(found.logprobs) > len(starts):
+        logprobs, sets = _within_sets(found)
     spans = spans_of(output.weight_versions, len(token_ids))
     # Greedy is a distribution of its own, with all its mass on the token taken.
-    return Generation(token_ids, [0.0] * len(token_ids) if greedy else logprobs, spans, output.finish_reason or "abort")
+    logprobs = [0.0] * len(token_ids) if greedy else logprobs
+    return Generation(token_ids, logprobs, spans, output.finish_reason or "abort", sets)
+
+
+def _within_sets(found: Any) -> tuple[list[float], list[np.ndarray]]:
+    """The drawn tokens' log-probs within the ids that are left, and these ids, ascending, from FlatLogprobs.
+
+    What was cut off has log-prob -inf. Where more ids tie with the last than were asked for, the set is of those that
+    came and the drawn one, and log-probs are renormalized over it: the learner scores over the same ids.
+    """
+    ids, all_logprobs = np.array(found.token_ids), np.array(found.logprobs)
+    logprobs, sets = [], []
+    for start, end in zip(found.start_indices, found.end_indices, strict=True):
+        left = start + (all_logprobs[start:end] > -np.inf).nonzero()[0]
+        kept, first = np.unique(ids[left], return_index=True)  # the drawn one comes twice where it is among the others
+        sets.append(kept)
+        logprobs.append(float(all_logprobs[start] - np.log(np.exp(all_logprobs[left[first]]).sum())))
+    return logprobs, sets
 
 
 def spans_of(spans: Any, num_tokens: int) -> list[VersionSpan]:

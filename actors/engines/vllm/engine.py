@@ -68,7 +68,7 @@ class VllmEngine:
         EngineError: vLLM is not installed, moved its names, or does not start with these arguments.
     """
 
-    name = "vllm"
+    name, returns_sets = "vllm", True
 
     def __init__(self, spec: EngineSpec) -> None:
         self.max_num_seqs, self.max_tokens, self._policy = spec.max_num_seqs, spec.max_tokens, spec.install_policy
@@ -96,7 +96,9 @@ class VllmEngine:
                 num_documents=spec.num_device_documents, share=spec.memory_share, gpu=gpu_of(spec.device),
             )}
         group = EngineProcessGroup(spec.model_dir)
-        arguments |= {**self._more_arguments(), "model": self._model_folder(group, arguments)}
+        arguments |= {
+            **self._more_arguments(), "model": self._model_folder(group, arguments), "max_logprobs": self._vocab_size,
+        }
         self._core = Core(group, arguments, spec.device, spec.num_threads)
         self._start_empty()
         self._served: tuple[Mapping[str, Any], VersionRef] | None = None  # what a restarted core gets back
@@ -142,7 +144,8 @@ class VllmEngine:
         check_temperature(request.sampling.temperature)
         check_request(request, self.max_tokens, self._vocab_size)
         params = vllm().SamplingParams(
-            **sampling_arguments(request, self._eos_ids), output_kind=vllm().RequestOutputKind.FINAL_ONLY
+            **sampling_arguments(request, self._eos_ids, self._vocab_size),
+            output_kind=vllm().RequestOutputKind.FINAL_ONLY,
         )
         self._waiting += 1
         try:

@@ -27,8 +27,8 @@ from streamrl.parent_watch import program
 
 WORKER_EXTENSION = "actors.engines.vllm.worker.DocumentLoader"
 OURS = frozenset({
-    "model", "tokenizer", "load_format", "logprobs_mode", "max_model_len", "max_num_seqs", "generation_config",
-    "worker_extension_cls", "trust_remote_code", "disable_log_stats", "dtype",
+    "model", "tokenizer", "load_format", "logprobs_mode", "max_logprobs", "max_model_len", "max_num_seqs",
+    "generation_config", "worker_extension_cls", "trust_remote_code", "disable_log_stats", "dtype",
 })
 """Engine arguments that follow from other settings, or that streamrl cannot do without."""
 

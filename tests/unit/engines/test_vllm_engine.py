@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from itertools import count
+from itertools import count as count_up
 
+import numpy as np
 import pytest
 import torch
 
+from actors.engines.base import Generation
 from actors.engines.native.engine import NativeEngine
 from actors.engines.vllm import core as vllm_core
 from actors.engines.vllm import engine as vllm_engine
 from actors.engines.vllm.process import StagedDocument
 from actors.engines.vllm.reaper import group_pids
 from streamrl.errors import EngineError, WeightsError
-from streamrl.messages import Sampling, VersionRef
+from streamrl.messages import Group, Member, Sampling, VersionRef
+from streamrl.messages.sampled_sets import unpack_sets
 from tests.unit.engines.tiny_models import (
     GREEDY,
+    VOCAB,
     character_tokenizer,
     document,
     prompt_of,
@@ -28,10 +32,11 @@ from tests.unit.engines.tiny_models import (
     until,
 )
 from tests.unit.engines.vllm_harness import MAX_TOKENS, NEEDS_VLLM, SLOTS, EngineHarness, Learner, model, save
+from tests.unit.learner.at_lag_zero import assert_ratios_are_1, generated
 
 pytestmark = NEEDS_VLLM
 MOST, MEAN = 1e-3, 1e-4
-VERSIONS = count(1)
+VERSIONS = count_up(1)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,11 @@ async def serve(harness: EngineHarness, seed: int) -> VersionRef:
     ref = version()
     await harness.engine.install(document(model(seed)), ref)
     return ref
+
+
+def count(member: Member) -> int:
+    """Sampled tokens of a member."""
+    return sum(end - start for start, end in member.mask)
 
 
 def assert_equal(logprobs, truth: torch.Tensor) -> None:
@@ -88,6 +98,36 @@ def test_logprobs_are_the_learners_before_and_after_each_of_five_updates_in_flig
             await compare(seed)
 
     harness.run(whole())
+
+
+@pytest.mark.parametrize(
+    "words", ["top_p=0.9", "top_k=4", "min_p=0.1", "top_p=0.9 max_kept=5", "temperature=0.7 top_k=9"]
+)
+def test_the_ratio_at_lag_0_is_1_where_ids_are_cut_off(harness, tmp_path, words):
+    async def rollout() -> list[Group]:
+        await serve(harness, 2)
+        return await generated(harness.engine, character_tokenizer(), *words.split())
+
+    groups = harness.run(rollout())
+    assert_ratios_are_1(groups, save(tmp_path, 2), VOCAB)
+    sizes = np.concatenate([unpack_sets(member.sets, count(member))[0] for one in groups for member in one.members])
+    most = {"top_k=4": 4, "top_p=0.9 max_kept=5": 5, "temperature=0.7 top_k=9": 9}.get(words, VOCAB - 1)
+    assert 1 <= sizes.min() <= sizes.max() <= most
+
+
+def test_requests_with_and_without_sets_share_a_batch(harness):
+    samplings = [Sampling(), Sampling(top_k=4), GREEDY, Sampling(top_p=0.9, top_k=1024)]
+    jobs = [request(prompt_of(5, i), 16, seed=i, sampling=one) for i, one in enumerate(samplings)]
+
+    async def together() -> list[Generation]:
+        await serve(harness, 2)
+        return await asyncio.gather(*map(harness.engine.generate, jobs))
+
+    plain, ranked, greedy, nucleus = harness.run(together())
+    assert plain.sets is None and greedy.sets is None and set(greedy.logprobs) == {0.0}
+    assert [len(one) for one in ranked.sets] == [4] * len(ranked.token_ids)
+    for done in (ranked, nucleus):
+        assert all(token in ids for token, ids in zip(done.token_ids, done.sets, strict=True))
 
 
 def test_greedy_tokens_are_the_native_engines(harness):

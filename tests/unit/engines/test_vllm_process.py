@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from actors.engines.base import VersionSpan
-from actors.engines.vllm.client import generation_of, spans_of, turn_seed
+from actors.engines.vllm.client import NUM_MORE_KEPT, generation_of, sampling_arguments, spans_of, turn_seed
 from actors.engines.vllm.process import (
     OURS,
     StagedDocument,
@@ -28,7 +30,7 @@ from actors.engines.vllm.process import (
 from actors.engines.vllm.reaper import MARK, group_pids
 from actors.engines.vllm.worker import Staging, mapped_tensors
 from streamrl.errors import EngineError
-from streamrl.messages import VersionRef
+from streamrl.messages import Sampling, VersionRef
 from streamrl.weights.document import Document
 from streamrl.weights.manifest import make_layout, make_manifest
 from streamrl.weights.shm.transport import ShmPublisher
@@ -168,19 +170,45 @@ def test_labels_become_versions_and_what_is_not_ours_is_refused():
         spans_of(None, 4)
 
 
-def test_logprobs_that_are_missing_or_no_numbers_are_refused():
-    def output(*logprobs: float) -> SimpleNamespace:
-        versions = [SimpleNamespace(version="1:0", start=0, end=2)]
-        return SimpleNamespace(
-            token_ids=[5, 6], logprobs=SimpleNamespace(logprobs=list(logprobs)), weight_versions=versions,
-            finish_reason="length",
-        )
+def output(*places: dict[int, float] | list[tuple[int, float]]) -> SimpleNamespace:
+    """What vLLM says of tokens 5 and 6: at each place ids and their log-probs, that of the token first."""
+    pairs = [list(place.items()) if isinstance(place, dict) else place for place in places]
+    ends = list(accumulate(map(len, pairs)))
+    flat = SimpleNamespace(
+        token_ids=[token for place in pairs for token, _ in place], start_indices=[0, *ends][: len(pairs)],
+        logprobs=[number for place in pairs for _, number in place], end_indices=ends,
+    )
+    versions = [SimpleNamespace(version="1:0", start=0, end=2)]
+    return SimpleNamespace(token_ids=[5, 6], logprobs=flat, weight_versions=versions, finish_reason="length")
 
-    assert generation_of(output(-1.0, -2.0), greedy=False).logprobs == [-1.0, -2.0]
-    assert generation_of(output(-1.0, -2.0), greedy=True).logprobs == [0.0, 0.0]
-    for bad in ((-1.0,), (-1.0, float("nan"))):
+
+def test_logprobs_that_are_missing_or_no_numbers_are_refused():
+    good = output({5: -1.0}, {6: -2.0})
+    assert generation_of(good, greedy=False).logprobs == [-1.0, -2.0]
+    assert generation_of(good, greedy=True).logprobs == [0.0, 0.0]
+    assert generation_of(good, greedy=False).sets is None
+    for bad in (output({5: -1.0}), output({5: -1.0}, {6: float("nan")})):
         with pytest.raises(EngineError, match="log-probs"):
-            generation_of(output(*bad), greedy=False)
+            generation_of(bad, greedy=False)
+
+
+def test_the_ids_that_are_left_are_the_set_of_a_token_and_what_ties_beyond_them_is_left_out_of_both():
+    cut = float("-inf")
+    half, quarter, eighth = math.log(0.5), math.log(0.25), math.log(0.125)
+    whole = [(5, quarter), (9, half), (5, quarter), (2, quarter), (7, cut), (8, cut)]  # the token comes twice
+    # Of four ids that tie behind the first, two came, and the drawn one is a third.
+    tied = [(6, eighth), (9, half), (4, eighth), (3, eighth)]
+    done = generation_of(output(whole, tied), greedy=False)
+    assert [ids.tolist() for ids in done.sets] == [[2, 5, 9], [3, 4, 6, 9]]
+    assert done.logprobs == pytest.approx([quarter, math.log(0.125 / 0.875)])
+
+
+def test_log_probs_of_all_that_may_be_left_are_asked_for_where_a_top_k_bounds_it():
+    def asked(**sampling) -> int:
+        return sampling_arguments(request([3], 4, sampling=Sampling(**sampling)), [1], vocab_size=100)["logprobs"]
+
+    assert asked() == asked(top_p=0.9) == asked(temperature=0.0, top_k=4) == 0
+    assert asked(top_k=4) == 4 + NUM_MORE_KEPT and asked(top_k=1024, min_p=0.1) == 100
 
 
 def test_the_seed_of_a_turn_depends_on_the_members_seed_and_the_place_and_fits():

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from actors.episode import EpisodeRunner
 from actors.render import Renderer
 from actors.rollout import run_group
 from actors.settings import episode_rules
-from learner.data.packing import pack
-from learner.data.trajectories import TrajectoryReader
 from learner.hub_client.settings import train_sampling
-from learner.model.policy import load_policy
 from streamrl.config.load import load_config
 from streamrl.config.schema import SamplingConfig
-from streamrl.environment import ChatMessage, Step
+from streamrl.environment import Step
 from streamrl.errors import ConfigError
 from streamrl.messages import Outcome, Purpose, ReturnReason, Sampling
-from streamrl.messages.codec import encode
 from tests.unit.actors.fakes import TableTask, lease
 from tests.unit.engines.tiny_models import VOCAB, character_tokenizer, engine_for, llama, qwen3
+from tests.unit.learner.at_lag_zero import assert_ratios_are_1, generated, two_turns
 
 SETTINGS = {
     "temperature": ("0.5", "0.7", "1.0", "1.6"), "max_new_tokens": ("3",), "stop": ("[a,3]",), "ignore_eos": ("true",),
     "top_p": ("0.9",), "top_k": ("4",), "min_p": ("0.1",),
-    "max_kept": ("5 rollout.train.sampling.top_p=0.9",),
+    "max_kept": ("5 top_p=0.9",),
 }
 
 
@@ -38,47 +33,18 @@ def test_every_sampling_setting_is_tried():
     assert SETTINGS.keys() == {field.name for field in fields(SamplingConfig)}
 
 
-def two_turns() -> TableTask:
-    """The first answer gets a reply, the second ends the episode: observations stand between sampled tokens."""
-    replies = [Step(0.5, done=False, messages=[ChatMessage("user", "more")]), Step(1.0)]
-    return TableTask(lambda action: replies.pop(0))
-
-
 @pytest.mark.parametrize("make", [qwen3, llama])
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SETTINGS.items() for value in values])
 def test_the_ratio_at_lag_0_is_1(tmp_path, make, name, value):
-    config = load_config([
-        "experiment=quickstart", "env.max_turns=2", "rollout.train.sampling.max_new_tokens=24",
-        *f"rollout.train.sampling.{name}={value}".split(),
-    ])
-    sampling, model, tokenizer = config.rollout.train.sampling, make(), character_tokenizer()
+    model, tokenizer = make(), character_tokenizer()
 
     async def rollout():
         async with engine_for(model, tokenizer) as engine:
-            rules = episode_rules(config, sampling)
-            groups = []
-            for number in range(4):
-                runner = EpisodeRunner(two_turns(), engine, Renderer(tokenizer), rules)
-                leased = lease(number, sampling=train_sampling(sampling))
-                groups.append(await run_group(leased, runner))
-                runner.executor.close()
-            return groups
+            return await generated(engine, tokenizer, *f"{name}={value}".split())
 
     groups = asyncio.run(rollout())
     model.save_pretrained(tmp_path)
-    policy, rows = load_policy(tmp_path), TrajectoryReader(vocab_size=VOCAB).read(list(map(encode, groups)), version=1)
-    assert len(rows) == 4 and any(row.num_turns == 2 for row in rows)
-    for micro in pack(rows, 256):
-        scored, _ = policy(
-            micro.tokens, micro.positions, micro.packing, micro.score_index, micro.targets, micro.temperatures,
-            sets=micro.sets,
-        )
-        scores = micro.padded(scored.detach())
-        for place, index in enumerate(micro.trajectory_ids):
-            row = rows[index]
-            log_ratio = scores[place][micro.mask[place]] - torch.from_numpy(row.logprobs[row.mask])
-            torch.testing.assert_close(log_ratio.exp(), torch.ones_like(log_ratio), atol=1e-3, rtol=0)
-            assert float(log_ratio.sum().exp()) == pytest.approx(1.0, abs=1e-3), "of the whole sequence, too"
+    assert_ratios_are_1(groups, tmp_path, VOCAB)
 
 
 @pytest.mark.shows("rollout.train.sampling.max_kept")
@@ -96,11 +62,21 @@ def test_a_set_has_a_bound_wherever_ids_are_cut_off():
         leased("max_kept=7", "top_k=8")
 
 
-@pytest.mark.parametrize("word", ["top_p=0.9", "top_k=4", "min_p=0.1"])
-def test_vllm_is_refused_for_training_with_sets_and_allowed_for_evaluation(word):
-    with pytest.raises(ConfigError, match=re.escape(f"rollout.train.sampling.{word} with actors.engine=vllm")):
-        load_config(["experiment=quickstart", "actors.engine=vllm", f"rollout.train.sampling.{word}"])
-    load_config(["experiment=quickstart", "actors.engine=vllm", f"rollout.test.sampling.{word}"])
+@pytest.mark.shows("rollout.train.sampling.max_kept")
+def test_ids_that_vllm_would_hold_in_more_memory_than_an_actor_has_are_refused_with_a_number_that_fits():
+    long = ("experiment=quickstart", "actors.engine=vllm", "actors.num_concurrent=64",
+            "rollout.train.sampling.max_new_tokens=8192", "learner.max_tokens_per_device=16384")
+
+    def load(*words: str) -> None:
+        load_config([*long, *(f"rollout.train.sampling.{word}" for word in words)])
+
+    with pytest.raises(ConfigError, match=r"max_kept=1024 .* would take 62 GB .* set it to 141 or less"):
+        load("top_p=0.9")
+    with pytest.raises(ConfigError, match=r"top_k=200 .* set it to 141 or less"):
+        load("top_k=200", "min_p=0.1")
+    load("top_p=0.9", "max_kept=141")
+    load("top_k=141")
+    load("max_kept=1024")  # nothing is cut off
 
 
 def test_an_engine_that_returns_no_sets_hands_a_training_lease_back():
