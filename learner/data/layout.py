@@ -3,9 +3,9 @@
     sequences     prompt | answer | answer | other prompt and answer          lengths, in packed order
     parents         -1       0        0               -1                      the sequence that one continues, or -1
 
-A sequence that continues another sees all of that one beside itself: answers to one prompt share the prompt's tokens,
-which are packed once. Blocks hold sequences of similar length, chosen so that each needs less than twice the attention
-area of its members.
+A sequence that continues another sees all of that one beside itself, and what that one continues: answers to a prompt
+share the prompt's tokens, which are packed once. Blocks hold sequences of similar length, chosen so that each needs
+less than twice the attention area of its members.
 
 Legend: N packed tokens, S sequences of a block, L most tokens of one, P most tokens of a sequence that one continues.
 """
@@ -89,13 +89,16 @@ def make_layout(lengths: Sequence[int], parents: Sequence[int] = ()) -> PackedLa
 
     Args:
         lengths: tokens of each sequence, at least 1.
-        parents: of each sequence the index of the one that it continues, which continues none itself, or -1.
+        parents: of each sequence the index of the one before it that it continues, or -1.
     """
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
     places = np.arange(starts[-1])
-    prefixes = [places[starts[at] : starts[at + 1]] if at >= 0 else places[:0] for at in parents or [-1] * len(lengths)]
+    prefixes: list[np.ndarray] = []
+    for at in parents or [-1] * len(lengths):
+        begun = (prefixes[at], places[starts[at] : starts[at + 1]]) if at >= 0 else (places[:0],)
+        prefixes.append(np.concatenate(begun))
     blocks, index = _blocks(starts, lengths, prefixes)
     if not any(map(len, prefixes)):
         return PackedLayout(tuple(lengths), blocks, index)
@@ -120,7 +123,7 @@ def cut_layout(
         low, high = max(int(begin), first), min(int(end), last)
         if low < high:
             parent = packing.parents[number] if number < len(packing.parents) else -1
-            head = places[ends[parent] - lengths[parent] : ends[parent]] if parent >= 0 else places[:0]
+            head = packing.key_places[parent] if parent >= 0 else places[:0]
             prefixes.append(np.concatenate([head, places[begin:low]]))
             starts.append(low)
             sizes.append(high - low)

@@ -3,6 +3,7 @@
     sequence   = prompt tokens, then response tokens                    T tokens are scored from T - 1 hidden states
     packed row = sequence | sequence | ...                              [N]
                = prompt | response | response | ... | sequence          [N] where trajectories share their beginning
+               = stem | prompt | response | response | prompt | ...     [N] where prompts share theirs, too
     scored     = action tokens only                                     [M], scattered into [S, A] for the algorithms
 
 The algorithms see action tokens side by side: they step over gaps anyway, so observations need no columns. A trajectory
@@ -14,6 +15,7 @@ Legend: N packed tokens, S trajectories, M scored tokens, A most action tokens o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from learner.data.layout import PackedLayout, make_layout
-from learner.data.shared_prompts import Family, find_families
+from learner.data.shared_prompts import Family, Stem, find_families
 from learner.data.token_sets import TokenSets, token_sets
 from learner.data.trajectories import Trajectory
 from learner.ranks.mesh import Ranks
@@ -92,7 +94,8 @@ def pack(
         bootstrap: keep the last token of trajectories that were cut before their environment was done.
         places: of the trajectories that are to be packed; None packs all.
         share: pack the common beginning of trajectories with the same prompt once; they go into one micro-batch, or
-            into several with the beginning repeated if they are too many for one.
+            into several with the beginning repeated if they are too many for one. What the prompts of a micro-batch
+            have in common is packed once for all of them.
     Raises:
         ConfigError: the longest trajectory alone is over the budget.
     """
@@ -144,15 +147,21 @@ def _first_fit(families: Sequence[Family], rows: Sequence[Trajectory], max_token
 
     bins: list[list[Family]] = []
     room: list[int] = []
+    stems: list[set[Stem]] = []  # those that a bin holds already
+
+    def need(family: Family, stems: Collection[Stem]) -> int:
+        return size(family) - (family.stem.num_tokens if family.stem in stems else 0)
+
     for family in sorted(families, key=lambda family: (-size(family), family.members)):
-        need = size(family)
-        which = next((b for b, free in enumerate(room) if free >= need), None)
+        which = next((b for b, free in enumerate(room) if free >= need(family, stems[b])), None)
         if which is None:
+            which = len(bins)
             bins.append([])
             room.append(max_tokens)
-            which = len(bins) - 1
+            stems.append(set())
+        room[which] -= need(family, stems[which])
         bins[which].append(family)
-        room[which] -= need
+        stems[which] |= {family.stem} if family.stem else set()
     return bins
 
 
@@ -231,12 +240,21 @@ def _laid_end_to_end(families: Sequence[Family], tokens: Mapping[int, Sequence[n
         total += len(own)
         return np.arange(total - len(own), total)
 
+    num_with = Counter(family.stem for family in families)
+    begun: dict[Stem, tuple[np.ndarray, int]] = {}  # a stem's packed positions, and the index of its part
     for family in families:
-        shared, head = family.num_shared, len(parts) if family.num_shared else -1
-        common = add(tokens[family.members[0]][0][:shared], 0, -1)
+        opening, shared, stem = tokens[family.members[0]][0], family.num_shared, family.stem
+        common, head, start = np.zeros(0, dtype=np.int64), -1, 0
+        if stem is not None and num_with[stem] > 1:
+            start = stem.num_tokens
+            if stem not in begun:
+                begun[stem] = add(opening[:start], 0, -1), len(parts) - 1
+            common, head = begun[stem]
+        if shared > start:
+            common, head = np.concatenate([common, add(opening[start:shared], start, head)]), len(parts) - 1
         for place in family.members:
             first, *later = tokens[place]
-            own = add(first[shared:], shared, head)
+            own = add(first[len(common) :], len(common), head)
             where[place] = [np.concatenate([common, own]), *(add(sequence, 0, -1) for sequence in later)]
     layout = make_layout([len(own) for own, _, _ in parts], [head for _, _, head in parts])
     positions = [first + np.arange(len(own), dtype=np.int64) for own, first, _ in parts]

@@ -265,16 +265,17 @@ def score_rows(model: Any, rule: LogitRule, rows: Sequence[Tensor]) -> Tensor:
 
 
 def score_shared(model: Any, rule: LogitRule, rows: Sequence[Tensor]) -> Tensor:
-    """The same with what all rows begin with packed once."""
+    """The same with what all rows begin with packed once, in two sequences of which one continues the other."""
     shortest = min(len(row) for row in rows)
     same = torch.stack([row[:shortest] for row in rows]).eq(rows[0][:shortest]).all(0)
     return _score(model, rule, rows, num_shared=int(same.long().cumprod(0).sum()))
 
 
 def _score(model: Any, rule: LogitRule, rows: Sequence[Tensor], *, num_shared: int) -> Tensor:
-    parts = [rows[0][:num_shared]] * bool(num_shared) + [row[num_shared:] for row in rows]
-    parents = [-1] * bool(num_shared) + [0 if num_shared else -1] * len(rows)
-    positions = [torch.arange(num_shared)] * bool(num_shared) + [torch.arange(num_shared, len(row)) for row in rows]
+    heads = [part for part in rows[0][:num_shared].tensor_split(2) if len(part)]
+    parts = [*heads, *(row[num_shared:] for row in rows)]
+    parents = [*range(-1, len(heads) - 1), *[len(heads) - 1] * len(rows)]
+    positions = [torch.arange(num_shared), *(torch.arange(num_shared, len(row)) for row in rows)]
     start, index = num_shared, []
     for row in rows:
         own = torch.arange(start, start + len(row) - num_shared)

@@ -54,7 +54,8 @@ class LearnerConfig:
     logprob_chunk_tokens: int = ranged(1024, gt=0)
     """Tokens whose logits exist at once."""
     share_prompts: bool = True
-    """Compute a prompt once for all answers to it in a micro-batch; models for which that is not exact never do."""
+    """Compute a prompt once for all answers to it in a micro-batch, and once what its prompts begin with; models for
+    which that is not exact never do."""
     attention: Attention = Attention.auto
     """Kernel of the learner's attention: sdpa; on a GPU also varlen (PyTorch's flash kernel), flex_attention,
     flash_attention_2 and flash_attention_3 (their packages); auto is varlen on a GPU in half precision, else sdpa."""

@@ -142,7 +142,8 @@ SECTIONS: dict[str, list[Metric]] = {
                                                          "(`learner.skip_zero_advantage`): ratios, drift, ESS and "
                                                          "entropy are of the others."),
         ("policy/shared_fraction", "fraction", "mean", "Tokens without a pass of their own, as another answer to the "
-                                                       "same prompt has them (`learner.share_prompts`)."),
+                                                       "same prompt, or another prompt, begins with them "
+                                                       "(`learner.share_prompts`)."),
         ("policy/num_microbatches", "micro-batches", "sum", "Micro-batches of this step, over all ranks."),
         ("policy/num_split_microbatches", "splits", "sum", "Micro-batches that did not fit into memory, split in two."),
         ("policy/num_skipped_steps", "steps", "sum", "1 if the step was skipped for a non-finite loss or gradient."),

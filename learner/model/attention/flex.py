@@ -49,15 +49,19 @@ def _block_mask(packing: PackedLayout, rule: MaskRule, device: torch.device, com
 
     lengths, parents = packing.lengths, packing.parents or (-1,) * len(packing.lengths)
     sizes, starts = torch.tensor(lengths), torch.tensor([0, *accumulate(lengths)][:-1])
-    before = torch.tensor([lengths[parent] if parent >= 0 else 0 for parent in parents])
-    sequence = torch.arange(len(lengths)).repeat_interleave(sizes)
-    continued = torch.tensor(parents).repeat_interleave(sizes)
-    position = torch.arange(sum(lengths)) + (before - starts).repeat_interleave(sizes)
-    sequence, continued, position = (table.to(device) for table in (sequence, continued, position))
+    before = torch.tensor([len(keys) for keys in packing.key_places] or lengths) - sizes
+    # The sequence of each token, the one that it continues, and so on to the first.
+    numbers = list(range(len(lengths)))
+    chain = [torch.tensor(numbers).repeat_interleave(sizes).to(device)]
+    while max(numbers := [parents[number] if number >= 0 else -1 for number in numbers]) >= 0:
+        chain.append(torch.tensor(numbers).repeat_interleave(sizes).to(device))
+    position = (torch.arange(sum(lengths)) + (before - starts).repeat_interleave(sizes)).to(device)
 
     def seen(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        near = (sequence[query] == sequence[key]) | (continued[query] == sequence[key])
+        near = chain[0][query] == chain[0][key]
+        for continued in chain[1:]:
+            near = near | (continued[query] == chain[0][key])
         return near & rule.visible(position[query], position[key])
 
-    size = len(sequence)
+    size = len(position)
     return create_block_mask(seen, None, None, size, size, device=str(device), _compile=compiled)

@@ -41,6 +41,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LAYOUTS = {
     "plain": make_layout([7, 30, 2]),
     "shared": make_layout([20, 5, 1, 9, 13, 4, 6], [-1, 0, 0, 0, -1, -1, 5]),
+    "chained": make_layout([20, 5, 1, 9, 13, 4, 6], [-1, 0, 1, 1, 0, -1, 5]),
 }
 LAYOUTS_OF_132 = make_layout([70, 9, 33, 20])
 RULES = {

@@ -37,10 +37,7 @@ def test_the_parts_of_a_row_are_the_row_whatever_a_rule_hides(rule):
     torch.manual_seed(0)
     for _ in range(60):
         lengths = [chance.randint(1, 9) for _ in range(chance.randint(1, 6))]
-        parents = [-1] * len(lengths)
-        for child in range(1, len(lengths)):
-            heads = [one for one in range(child) if parents[one] < 0]
-            parents[child] = chance.choice([-1, *heads])
+        parents = [chance.choice([-1, *range(child)]) for child in range(len(lengths))]
         size = chance.choice([2, 3, 4])
         padding = -sum(lengths) % size
         width = (sum(lengths) + padding) // size

@@ -67,6 +67,17 @@ def test_log_probs_and_gradients_are_those_of_trajectories_packed_one_by_one(tmp
     assert_same(passes(policy, rows, share=True), passes(policy, rows, share=False))
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "deepseek_v3"])
+def test_a_beginning_of_several_prompts_is_as_exact(tmp_path, family):
+    build_miniature(AutoConfig.for_model(family, **FAMILIES[family])).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path, share_prompts=True)
+    rows = rows_of([(40, [(9, 0), (12, 4)]), (30, [(5, 0)]), (35, [(6, 0)] * 3)], openings=[(0, 25), (0, 24), (1, 30)])
+    (micro,) = pack(rows, 600, share=True)
+
+    assert 1 in micro.packing.parents, "a prompt continues the stem, and its answers continue the prompt"
+    assert_same(passes(policy, rows, share=True), passes(policy, rows, share=False))
+
+
 def test_a_split_group_and_recomputed_layers_change_nothing(checkpoints):
     rows = rows_of(GROUPS)
     alone = passes(load_policy(checkpoints["mistral"]), rows, share=False)

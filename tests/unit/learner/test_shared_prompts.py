@@ -21,10 +21,15 @@ GROUPS = st.lists(
 """Tokens of the prompt, and for each member its action tokens and how many leading ones are like the first member's."""
 
 
-def rows_of(groups):
+def rows_of(groups, *, openings=()):
+    """`openings`: of each group how its prompt begins, as (which of several texts, how many tokens of it)."""
     rng, rows = np.random.default_rng(0), []
+    texts = np.random.default_rng(1).integers(0, VOCAB, (3, 60)).astype(np.int32)
+    texts[1, :20] = texts[0, :20]  # two tasks, one system prompt before both
     for group, (num_prompt, members) in enumerate(groups):
         prompt = rng.integers(0, VOCAB, num_prompt).astype(np.int32)
+        which, like = openings[group] if group < len(openings) else (0, 0)
+        prompt[:like] = texts[which, : min(like, num_prompt)]
         first = None
         for index, (num_actions, like) in enumerate(members):
             made = trajectory(rng, group, index, num_prompt=num_prompt, num_actions=num_actions)
@@ -37,19 +42,26 @@ def rows_of(groups):
     return rows
 
 
+def before(number: int, starts, parents) -> list[int]:
+    """Packed positions of what a sequence continues, first what that one continues."""
+    parent = parents[number] if parents else -1
+    return [] if parent < 0 else [*before(parent, starts, parents), *range(starts[parent], starts[parent + 1])]
+
+
 def seen_from(micro, at: int) -> list[int]:
-    """Packed positions that the token at one sees, in order: the parent of its sequence, then its sequence."""
+    """Packed positions that the token at one sees, in order: what its sequence continues, then its sequence."""
     starts = np.cumsum([0, *micro.packing.lengths])
     sequence = int(np.searchsorted(starts, at, side="right")) - 1
-    parent = micro.packing.parents[sequence] if micro.packing.parents else -1
-    before = [] if parent < 0 else list(range(starts[parent], starts[parent + 1]))
-    return [*before, *range(starts[sequence], at + 1)]
+    return [*before(sequence, starts, micro.packing.parents), *range(starts[sequence], at + 1)]
 
 
-@given(GROUPS, st.integers(95, 300), st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_every_action_token_is_scored_from_exactly_its_own_trajectory(groups, max_tokens, bootstrap):
-    rows, found = rows_of(groups), []
+OPENINGS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60)), max_size=6)
+
+
+@given(GROUPS, OPENINGS, st.integers(95, 300), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_every_action_token_is_scored_from_exactly_its_own_trajectory(groups, openings, max_tokens, bootstrap):
+    rows, found = rows_of(groups, openings=openings), []
     for micro in pack(rows, max_tokens, share=True, bootstrap=bootstrap):
         assert micro.num_tokens == sum(micro.packing.lengths) <= max_tokens
         used = 0
@@ -96,6 +108,44 @@ def test_what_all_responses_begin_with_is_shared_beside_the_prompt():
     assert micro.packing.lengths[0] >= 26 and micro.packing.parents == (-1, 0, 0, 0)
 
 
+ANSWERS = [(10, 0)] * 4
+
+
+def test_what_prompts_begin_with_is_packed_once_for_all_groups():
+    rows = rows_of([(50, ANSWERS), (60, ANSWERS), (45, [(10, 0)])], openings=[(0, 40)] * 3)
+    (micro,) = pack(rows, 2000, share=True)
+
+    assert micro.packing.lengths[:2] == (40, 10) and micro.packing.parents[:3] == (-1, 0, 1)
+    assert sum(parent == -1 for parent in micro.packing.parents) == 1
+    assert micro.num_tokens < 40 + 10 + 20 + 5 + 9 * 12
+
+
+def test_single_answers_to_prompts_that_begin_alike_need_that_once():
+    rows = rows_of([(50, [(10, 0)])] * 6, openings=[(2, 40)] * 6)
+    (micro,) = pack(rows, 2000, share=True)
+
+    assert set(micro.packing.parents) == {-1, 0} and micro.num_shared == 5 * 40
+    assert micro.num_tokens == micro.packing.lengths[0] + sum(micro.packing.lengths[1:])
+
+
+def test_of_a_short_stem_of_all_and_longer_ones_of_some_those_are_taken_that_save_more():
+    def stems(openings) -> list[int]:
+        rows = rows_of([(60, [(10, 0)])] * len(openings), openings=openings)
+        (micro,) = pack(rows, 2000, share=True)
+        parents = micro.packing.parents
+        return sorted(micro.packing.lengths[number] for number in {parent for parent in parents if parent >= 0})
+
+    assert stems([(0, 50)] * 4 + [(1, 50)] * 4) == [50, 50]  # saves 2 x 3 x 50, and 7 x 20 for all
+    assert stems([(0, 24), (0, 24), (1, 24), (1, 24)]) == [20]  # 4 tokens more are too few
+
+
+def test_a_stem_counts_once_in_the_budget_of_a_micro_batch():
+    rows = rows_of([(50, [(10, 0)])] * 6, openings=[(0, 40)] * 6)
+    longest = max(row.num_tokens for row in rows)
+
+    assert len(pack(rows, 2 * longest, share=True)) == 2 < len(pack(rows, 2 * longest)) == 3
+
+
 @pytest.mark.parametrize(("groups", "reason"), [([(3, [(4, 0)] * 4)], "short"), ([(40, [(4, 0)])], "alone")], ids=str)
 def test_a_short_prompt_or_a_lone_answer_is_packed_as_ever(groups, reason):
     rows = rows_of(groups)
@@ -112,13 +162,11 @@ def test_answers_of_one_token_leave_nothing_but_their_prompt():
     assert micro.packing.lengths == (30,) and micro.num_scored == 5 and micro.score_index.tolist() == [29] * 5
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(1, 30), max_size=5)), min_size=1, max_size=8))
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 8)), min_size=1, max_size=16))
 @settings(max_examples=60, deadline=None)
-def test_blocks_show_each_query_its_sequence_and_the_one_it_continues(families):
-    lengths, parents = [], []
-    for head, members in families:
-        parents += [-1, *[len(lengths)] * len(members)]
-        lengths += [head, *members]
+def test_blocks_show_each_query_its_sequence_and_what_it_continues(sequences):
+    lengths = [length for length, _ in sequences]
+    parents = [number - back if 0 < back <= number else -1 for number, (_, back) in enumerate(sequences)]
     layout = make_layout(lengths, parents)
     starts = np.cumsum([0, *lengths])
     places = torch.arange(sum(lengths)) if layout.block_index is None else layout.block_index
@@ -139,9 +187,7 @@ def test_blocks_show_each_query_its_sequence_and_the_one_it_continues(families):
             seen = keys[row][key_at[row] <= query_at[row, column]].tolist()
             packed = int(block.sources[query])
             sequence = int(np.searchsorted(starts, packed, side="right")) - 1
-            parent = parents[sequence]
-            before = [] if parent < 0 else list(range(starts[parent], starts[parent + 1]))
-            assert seen == [*before, *range(starts[sequence], packed + 1)]
+            assert seen == [*before(sequence, starts, parents), *range(starts[sequence], packed + 1)]
         first += num * block.length
-    need = sum(n * (n + (lengths[p] if p >= 0 else 0)) for n, p in zip(lengths, parents, strict=True))
+    need = sum(n * (n + len(before(number, starts, parents))) for number, n in enumerate(lengths))
     assert area < 2 * need
