@@ -82,8 +82,6 @@ SLOW: dict[str, str | dict[str, str]] = {
     "flow/test_supervised.py": {
         "test_a_stopped_and_a_killed_run_go_on_to_the_same_bits": "five runs one after the other",
         "test_two_ranks_train_what_one_does": "two runs, one of two ranks; unit/learner/test_two_ranks.py has ranks",
-        "test_a_bad_record_is_named_with_its_number_or_passed_over":
-            "three runs; unit/learner/test_supervised_methods.py has bad records",
     },
     "flow/test_two_launches.py": "a launched run, and commands beside it",
     "flow/test_verbs.py": "a launched run that is scaled, drained, stopped and resumed",

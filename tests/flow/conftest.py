@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,15 @@ from tests.flow.processes import RunHarness
 
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with running(tmp_path_factory.mktemp("fork_server")):
+    """While there is one, `ForkedPopen` forks; where nothing can be forked it starts a new Python."""
+    with running(tmp_path_factory.mktemp("fork_server")) if sys.platform == "linux" else nullcontext():
         yield
 
 
 @pytest.fixture
 def harness(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunHarness]:
     """Its processes are forked where that is possible, unless the test is marked `fresh_processes`."""
-    forks = sys.platform == "linux" and request.node.get_closest_marker("fresh_processes") is None
+    forks = request.node.get_closest_marker("fresh_processes") is None
     if forks:
         request.getfixturevalue("fork_server")
     harness = RunHarness(tmp_path, ForkedPopen if forks else subprocess.Popen)

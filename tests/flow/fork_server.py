@@ -13,6 +13,7 @@ import ctypes
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import selectors
@@ -25,10 +26,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.flow.forked_process import MAX_REQUEST_BYTES, ForkedPopen
+from tests.flow.forked_process import MAX_REQUEST_BYTES, ForkedPopen, module_and_words
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("learner", "learner.hub", "actors", "streamrl.cli", "tests.fakes.lying_actor")
+PROGRAMS = (
+    "learner", "learner.hub", "learner.supervised", "learner.replay", "actors", "streamrl.cli",
+    "tests.fakes.lying_actor",
+)
 PADDING = "." * (1 << 16)
 """An argument of the server: the room in which its children write their own command lines."""
 
@@ -147,6 +151,24 @@ def become(request: dict[str, Any]) -> None:
     ForkedPopen.server, ForkedPopen.programs = request["server"], tuple(request["programs"])
     subprocess.Popen = ForkedPopen
     sys.argv = [request["module"], *request["words"]]
+    if request["module"] == "streamrl.cli":
+        os.execv = become_program
+
+
+def become_program(path: str, command: Sequence[str], *, execute: Any = os.execv) -> None:
+    """Run the program that a command of `streamrl` becomes here; so far that has only begun to log."""
+    os.execv, program = execute, module_and_words(command)
+    if program is None:
+        execute(path, command)
+    module, words = program
+    if module == "streamrl.cli":
+        os.execv = become_program
+    for name in (None, "streamrl"):
+        logging.getLogger(name).handlers.clear()
+    write_command_line(command)
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.exit(0)
 
 
 def write_command_line(command: Sequence[str]) -> None:

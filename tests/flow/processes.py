@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from tests.contract.conditions import missing_and_surplus
@@ -46,6 +47,27 @@ def wait_until(condition: Callable[[], Any], deadline_s: float, what: str, logs:
             return value
         time.sleep(0.05)
     raise AssertionError(f"waited {deadline_s:g} s for {what}, without success\n{logs()}")
+
+
+def finished(
+    command: list[str], folder: Path, popen: type[subprocess.Popen[bytes]], said: str = "", deadline_s: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` with its output, of a command in this folder with `said` as its input."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with TemporaryFile("w+") as stdin, TemporaryFile("w+") as stdout, TemporaryFile("w+") as stderr:
+        stdin.write(said)
+        stdin.seek(0)
+        process = popen(
+            command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=folder, env=environment, start_new_session=True
+        )
+        try:
+            code = process.wait(deadline_s)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        stdout.seek(0)
+        stderr.seek(0)
+        return subprocess.CompletedProcess(command, code, stdout.read(), stderr.read())
 
 
 class RunHarness:
@@ -90,6 +112,10 @@ class RunHarness:
 
     def launch(self, *more: str) -> subprocess.Popen[bytes]:
         return self.start("launch", [sys.executable, "-m", "streamrl.cli", "launch", *self.words(*more)])
+
+    def command(self, *words: str, said: str = "", deadline_s: float = 240) -> subprocess.CompletedProcess[str]:
+        """`streamrl WORDS` in the harness's folder, with `said` as its input, to its end."""
+        return finished([sys.executable, "-m", "streamrl.cli", *words], self.path, self.popen, said, deadline_s)
 
     def status(self) -> dict[str, Any]:
         try:

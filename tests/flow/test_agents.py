@@ -44,7 +44,7 @@ def test_a_parent_and_its_subagent_train_exactly_once_and_token_by_token(harness
     (harness.path / "agent.py").write_text(AGENT)
     launched = harness.launch(
         f"env.agent={harness.path}/agent.py:run", "env.max_turns=4", "rollout.max_prompt_tokens=48",
-        "trainer.num_steps=12", "launch.num_actors=2",
+        "trainer.num_steps=12", "launch.num_actors=2", "rollout.num_prompts_per_step=2",
         "actors.on_install=recompute",  # else a token's cache may be of an older version than the token
     )
     assert harness.finish(launched, 240) == 0, harness.logs()
@@ -93,7 +93,7 @@ def test_two_agents_whose_rewards_cancel_learn_what_each_is_paid_for(harness: Ru
     launched = harness.launch(
         f"env.agent={harness.path}/two.py:run", "env.max_turns=2", "advantage.by=agent", "trainer.num_steps=50",
         "policy.tiny.num_warm_start_steps=0", "policy.optimizer.lr=3e-3", "rollout.train.sampling.max_new_tokens=4",
-        "launch.num_actors=1", "eval.num_samples=0",
+        "launch.num_actors=1", "eval.num_samples=0", "rollout.num_prompts_per_step=4",
     )
     assert harness.finish(launched, 240) == 0, harness.logs()
     rows = [row for row in harness.metrics() if "reward/good" in row]

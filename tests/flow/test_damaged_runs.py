@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -40,16 +39,17 @@ from streamrl.sweep.job import is_done
 from streamrl.verbs.resume import command_of
 from streamrl.verbs.runs import find_run
 from streamrl.verbs.status import status
-from tests.flow.processes import ROOT, RunHarness
+from tests.flow.forked_process import ForkedPopen
+from tests.flow.processes import ROOT, RunHarness, finished
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="session")
-def recorded(tmp_path_factory) -> Path:
+def recorded(tmp_path_factory, fork_server) -> Path:
     """A folder of runs: one real run of three steps, whose every file is damaged in turn, and a good one beside it."""
     folder = tmp_path_factory.mktemp("recorded")
-    harness = RunHarness(folder)
+    harness = RunHarness(folder, ForkedPopen)
     harness.run_dir = folder / "runs" / "bad-001"
     try:
         run = harness.launch("trainer.num_steps=3", "launch.num_actors=1", "checkpoint.every_steps=1")
@@ -195,7 +195,6 @@ def test_a_file_that_cannot_be_written_is_one_sentence_of_the_command(recorded, 
     (run / "report.html").mkdir()
     (run / "evals").write_text("")  # no folder can be made there
     for words in (["report", str(run)], ["eval", str(run), "eval.num_samples=1"]):
-        done = subprocess.run([sys.executable, "-m", "streamrl.cli", *words], capture_output=True, text=True,
-                              timeout=200, cwd=ROOT)
+        done = finished([sys.executable, "-m", "streamrl.cli", *words], ROOT, ForkedPopen)
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         assert "cannot be read or written" in done.stderr.splitlines()[-1]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,17 +10,14 @@ from safetensors.torch import load_file
 
 import streamrl
 from actors.local_policy import find_model
-from tests.flow.processes import ROOT, RunHarness
+from tests.flow.processes import RunHarness
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
 
 
 def command(harness: RunHarness, *words: str, said: str = "") -> str:
     """Its output; it must succeed without a traceback."""
-    done = subprocess.run(
-        [sys.executable, "-m", "streamrl.cli", *words], capture_output=True, text=True, timeout=240, cwd=harness.path,
-        input=said, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    done = harness.command(*words, said=said)
     assert done.returncode == 0 and "Traceback" not in done.stderr, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

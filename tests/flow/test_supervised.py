@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -17,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from actors.reward_model.scorer import RewardScorer
 from learner.model.tiny import make_tiny_model
 from streamrl.metrics.run_record import read_metrics
+from tests.flow.forked_process import ForkedPopen
+from tests.flow.processes import finished
 
 COMMON = [
     "policy.optimizer.lr=3e-3", "rollout.num_prompts_per_step=16", "run.device=cpu", "run.num_threads=1",
@@ -25,7 +26,7 @@ COMMON = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory, fork_server) -> Path:
     """A tiny model, and records: the answer is the prompt again, and a worse one something else."""
     folder, rng = tmp_path_factory.mktemp("supervised"), random.Random(0)
     make_tiny_model(folder / "model", characters="abcdef", hidden_size=32, num_heads=2)
@@ -51,10 +52,7 @@ def command(kind: str, *words: str, ranks: int = 1) -> list[str]:
 
 def run(folder: Path, kind: str, *words: str, ranks: int = 1, code: int = 0) -> str:
     """Its standard error, once it has ended with this exit status."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command(kind, *words, ranks=ranks), cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = finished(command(kind, *words, ranks=ranks), folder, ForkedPopen, deadline_s=120)
     assert done.returncode == code, done.stderr
     return done.stderr
 
@@ -78,7 +76,7 @@ def test_a_stopped_and_a_killed_run_go_on_to_the_same_bits(folder):
     run(folder, "sft", *words_for("answers", "whole", 24, *schedule))
     for number, run_dir in ((signal.SIGINT, "stopped"), (signal.SIGKILL, "killed")):
         words = words_for("answers", run_dir, 24, "checkpoint.every_steps=5", *schedule)
-        child = subprocess.Popen(command("sft", *words), cwd=folder, stderr=subprocess.PIPE, text=True)
+        child = ForkedPopen(command("sft", *words), cwd=folder, stderr=subprocess.PIPE, text=True)
         for line in child.stderr:
             if line.startswith("step 8/24"):
                 child.send_signal(number)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
 
-from tests.flow.processes import ROOT, SLOW, RunHarness, wait_until
+from tests.flow.processes import SLOW, RunHarness, wait_until
 
 pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(900)]
 
@@ -21,16 +19,14 @@ def test_a_refused_second_launch_does_not_take_the_run_over(harness: RunHarness)
     notes = {name: (harness.run_dir / name).read_bytes() for name in names}
     words = harness.words("trainer.num_steps=7", "checkpoint.resume=true", "hub.bind=tcp://127.0.0.1:0")
 
-    second = subprocess.run([sys.executable, "-m", "streamrl.cli", "launch", *words], capture_output=True, text=True,
-                            timeout=200, cwd=ROOT)
+    second = harness.command("launch", *words)
 
     assert second.returncode == 2 and "Traceback" not in second.stderr
     assert second.stderr.splitlines()[-1].startswith(f"error: {harness.run_dir} belongs to a run that goes on")
     assert {name: (harness.run_dir / name).read_bytes() for name in notes} == notes
     assert "trainer.num_steps=5000" in json.loads(notes["run.json"])["starts"][-1]["command"], "what resume repeats"
-    status = subprocess.run([sys.executable, "-m", "streamrl.cli", "status", str(harness.run_dir)], capture_output=True,
-                            text=True, timeout=100, cwd=ROOT)
-    assert "keeps 1 actor alive" in status.stdout, "its launcher still answers"
+    told = harness.command("status", str(harness.run_dir)).stdout
+    assert "keeps 1 actor alive" in told, "its launcher still answers"
     reached = harness.status()["version"]
     wait_until(lambda: harness.status()["version"] > reached, 120, "another step of the first one", harness.logs)
     first.send_signal(signal.SIGINT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from math import ceil, log2
@@ -33,6 +32,8 @@ from streamrl.stream.records import BatchCut, GroupArrived, Record, StepTaken, V
 from streamrl.stream.segments import MAGIC, SEGMENT_HEADER, read_records
 from streamrl.verbs.bundle import bundle
 from streamrl.weights.manifest import root_of
+from tests.flow.forked_process import ForkedPopen
+from tests.flow.processes import finished
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(600)]
 NUM_STEPS, POISONED = 6, 3
@@ -45,14 +46,15 @@ replace = msgspec.structs.replace
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory) -> Path:
+def run_dir(tmp_path_factory, fork_server) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
     models = tmp_path_factory.mktemp("models")
-    subprocess.run(
+    done = finished(
         [sys.executable, "-m", "streamrl.cli", "launch", "experiment=quickstart", *SETTINGS, f"run.dir={folder}",
          f"policy.tiny.cache_dir={models}"],
-        check=True, capture_output=True, timeout=300,
+        folder.parent, ForkedPopen, deadline_s=300,
     )
+    assert done.returncode == 0, done.stderr
     return folder
 
 
