@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner.data.bins import first_fit
 from learner.data.layout import PackedLayout, make_layout
 from learner.data.shared_prompts import Family, Stem, find_families
 from learner.data.token_sets import TokenSets, token_sets
@@ -87,8 +88,7 @@ def pack(
 ) -> list[MicroBatch]:
     """Micro-batches of whole trajectories, each at most `max_tokens` tokens; the same input gives the same output.
 
-    First fit decreasing: longest first, into the first micro-batch with room, which needs at most 11/9 of the fewest
-    possible. Trajectories without action tokens have no loss and are left out.
+    Trajectories without action tokens have no loss and are left out.
 
     Args:
         bootstrap: keep the last token of trajectories that were cut before their environment was done.
@@ -113,9 +113,9 @@ def pack(
     if share:
         first = {i: sequences[0] for i, sequences in tokens.items()}
         families = find_families(first, trajectories, max_tokens=max_tokens)
-    bins = _first_fit(families, trajectories, max_tokens)
     return [
-        _micro_batch(trajectories, actions, tokens, sorted(one, key=lambda f: f.members), bootstrap) for one in bins
+        _micro_batch(trajectories, actions, tokens, sorted(one, key=lambda f: f.members), bootstrap)
+        for one in first_fit(families, trajectories, max_tokens)
     ]
 
 
@@ -139,30 +139,6 @@ def _needed(row: Trajectory, actions: np.ndarray, bootstrap: bool) -> list[np.nd
         length = len(piece.prompt_ids) + int(last) + int(keep_last)
         found.append(np.concatenate([piece.prompt_ids, row.token_ids[piece.start : piece.end]])[:length])
     return found
-
-
-def _first_fit(families: Sequence[Family], rows: Sequence[Trajectory], max_tokens: int) -> list[list[Family]]:
-    def size(family: Family) -> int:
-        return family.num_shared + sum(rows[i].num_tokens - family.num_shared for i in family.members)
-
-    bins: list[list[Family]] = []
-    room: list[int] = []
-    stems: list[set[Stem]] = []  # those that a bin holds already
-
-    def need(family: Family, stems: Collection[Stem]) -> int:
-        return size(family) - (family.stem.num_tokens if family.stem in stems else 0)
-
-    for family in sorted(families, key=lambda family: (-size(family), family.members)):
-        which = next((b for b, free in enumerate(room) if free >= need(family, stems[b])), None)
-        if which is None:
-            which = len(bins)
-            bins.append([])
-            room.append(max_tokens)
-            stems.append(set())
-        room[which] -= need(family, stems[which])
-        bins[which].append(family)
-        stems[which] |= {family.stem} if family.stem else set()
-    return bins
 
 
 def pack_minibatches(

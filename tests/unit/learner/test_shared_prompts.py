@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.data.bins import KEYS_PER_TOKEN
 from learner.data.layout import make_layout
 from learner.data.packing import pack
 from tests.unit.learner.learner_factories import VOCAB, trajectory
@@ -144,6 +145,14 @@ def test_a_stem_counts_once_in_the_budget_of_a_micro_batch():
     longest = max(row.num_tokens for row in rows)
 
     assert len(pack(rows, 2 * longest, share=True)) == 2 < len(pack(rows, 2 * longest)) == 3
+
+
+def test_the_keys_of_a_micro_batch_have_a_bound_however_much_its_sequences_share():
+    rows = rows_of([(52, [(2, 0)])] * 60, openings=[(0, 50)] * 60)
+    packed = pack(rows, 100, share=True)
+
+    keys = [sum(rows[place].num_tokens for place in one.trajectory_ids) for one in packed]
+    assert max(keys) <= KEYS_PER_TOKEN * 100 < sum(keys) and all(one.num_tokens <= 100 for one in packed)
 
 
 @pytest.mark.parametrize(("groups", "reason"), [([(3, [(4, 0)] * 4)], "short"), ([(40, [(4, 0)])], "alone")], ids=str)
