@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import inspect
 import math
+import resource
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -31,7 +32,9 @@ MAX_CPU, SMOOTHING = 0.3, 0.1
 """More of a core than this must stay for the actor's own loop; weight of the newest call in the average."""
 
 Outcome = tuple[Any, Exception | None, float, float]
-"""Result, error, the seconds of the call, and the share of them that it computed."""
+"""Result, error, the seconds that the call computed and waited, and the share of its time that it computed."""
+
+_THIS_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # Linux has it
 
 
 class HungCallError(TimeoutError):
@@ -264,7 +267,7 @@ def _hung(method: Callable[..., Any], limit_s: float) -> HungCallError:
 
 def _outcome(method: Callable[[Any], Any], argument: object) -> Outcome:
     """Result or error, as a value: a future cannot carry StopIteration, and SystemExit would end the loop."""
-    began, cpu, result, failure = time.perf_counter(), time.thread_time(), None, None
+    began, cpu, waits, result, failure = time.perf_counter(), time.thread_time(), num_waits(), None, None
     try:
         result = method(argument)
     except Exception as error:
@@ -273,8 +276,15 @@ def _outcome(method: Callable[[Any], Any], argument: object) -> Outcome:
         raise
     except BaseException as error:
         failure = _not_an_exception(method, error)
-    seconds = time.perf_counter() - began
-    return result, failure, seconds, (time.thread_time() - cpu) / max(1e-9, seconds)
+    seconds, computed = time.perf_counter() - began, time.thread_time() - cpu
+    # It waited for nothing: the rest of the time went to other processes of a busy machine, and says nothing of it.
+    taken = computed if num_waits() == waits else seconds
+    return result, failure, taken, computed / max(1e-9, seconds)
+
+
+def num_waits() -> float:
+    """How often this thread gave its processor away by itself, to wait; NaN, unequal to itself, where none counts."""
+    return resource.getrusage(_THIS_THREAD).ru_nvcsw if _THIS_THREAD is not None else math.nan
 
 
 def _not_an_exception(method: Callable[..., Any], error: BaseException) -> TaskError:

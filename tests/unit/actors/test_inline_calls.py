@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 import pytest
 
 from actors import EXIT_ENGINE_HUNG
+from actors.env_calls import executor
 from actors.env_calls.executor import EnvExecutor, HungCallError
 from actors.env_calls.inline import NUM_QUICK, SETBACK, SLOW_S, InlineCalls
 from streamrl.environment import SingleTurnTask
@@ -83,6 +85,23 @@ def test_a_method_that_is_not_known_to_be_quick_has_a_thread(why):
             assert await calls.run(env.step, "", 10.0)
 
     run(work)
+
+
+@pytest.mark.skipif(not hasattr(resource, "RUSAGE_THREAD"), reason="counts the waits of a thread")
+@pytest.mark.parametrize("waits", [False, True])
+def test_time_that_other_processes_took_does_not_count_as_the_calls_own(monkeypatch, waits):
+    clock = [0.0]
+    monkeypatch.setattr(executor.time, "perf_counter", lambda: clock[0])
+
+    def step(action: str) -> str:
+        clock[0] += 2 * SLOW_S  # as if another process had the core
+        if waits:
+            time.sleep(0.001)
+        return action
+
+    result, error, seconds, _ = executor._outcome(step, "a")
+    assert (result, error) == ("a", None)
+    assert seconds == pytest.approx(2 * SLOW_S) if waits else seconds < SLOW_S
 
 
 def test_a_task_says_for_its_environment_that_it_may_block():
