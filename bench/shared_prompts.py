@@ -1,4 +1,4 @@
-"""What sharing prompts saves: trained tokens per second, a prompt packed once or packed for every answer.
+"""Trained tokens per second where a prompt is packed once, and where it is packed for every answer.
 
 The same policy, trajectories and gradients; forward and backward passes alternate between the arms in one process.
 Tokens are those of the trajectories, prompts included, whether they were packed once or eight times. Prompts are new
@@ -60,6 +60,7 @@ def trajectories(num_prompts: int, seed: int, *, size: int, num_alike: int) -> l
 
 
 def packed(rows: list[Trajectory], arm: str) -> list[MicroBatch]:
+    """The micro-batches of an arm."""
     share, stems = ARMS[arm]
     least = shared_prompts.LEAST_STEM_TOKENS
     shared_prompts.LEAST_STEM_TOKENS = least if stems else 1 << 30

@@ -11,7 +11,7 @@ from streamrl.gpus import Placement, place
 CANDIDATE_BYTES = 116
 """Bytes that vLLM 0.32 holds for an id that a token might have been, with its log-prob: Python numbers in lists."""
 MAX_CANDIDATE_BYTES = 8 << 30
-"""What they may take in one actor."""
+"""The most that such ids may take in one actor."""
 
 
 def gpus_per_engine(config: Config) -> int:

@@ -113,9 +113,9 @@ class RunHarness:
     def launch(self, *more: str) -> subprocess.Popen[bytes]:
         return self.start("launch", [sys.executable, "-m", "streamrl.cli", "launch", *self.words(*more)])
 
-    def command(self, *words: str, said: str = "", deadline_s: float = 240) -> subprocess.CompletedProcess[str]:
+    def command(self, *words: str, said: str = "") -> subprocess.CompletedProcess[str]:
         """`streamrl WORDS` in the harness's folder, with `said` as its input, to its end."""
-        return finished([sys.executable, "-m", "streamrl.cli", *words], self.path, self.popen, said, deadline_s)
+        return finished([sys.executable, "-m", "streamrl.cli", *words], self.path, self.popen, said)
 
     def status(self) -> dict[str, Any]:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from itertools import count as count_up
+from itertools import count
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ from tests.unit.learner.at_lag_zero import assert_ratios_are_1, generated
 
 pytestmark = NEEDS_VLLM
 MOST, MEAN = 1e-3, 1e-4
-VERSIONS = count_up(1)
+VERSIONS = count(1)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,8 @@ async def serve(harness: EngineHarness, seed: int) -> VersionRef:
     return ref
 
 
-def count(member: Member) -> int:
-    """Sampled tokens of a member."""
+def num_sampled(member: Member) -> int:
+    """Tokens of a member that the engine sampled."""
     return sum(end - start for start, end in member.mask)
 
 
@@ -110,7 +110,8 @@ def test_the_ratio_at_lag_0_is_1_where_ids_are_cut_off(harness, tmp_path, words)
 
     groups = harness.run(rollout())
     assert_ratios_are_1(groups, save(tmp_path, 2), VOCAB)
-    sizes = np.concatenate([unpack_sets(member.sets, count(member))[0] for one in groups for member in one.members])
+    members = [member for one in groups for member in one.members]
+    sizes = np.concatenate([unpack_sets(member.sets, num_sampled(member))[0] for member in members])
     most = {"top_k=4": 4, "top_p=0.9 max_kept=5": 5, "temperature=0.7 top_k=9": 9}.get(words, VOCAB - 1)
     assert 1 <= sizes.min() <= sizes.max() <= most
 

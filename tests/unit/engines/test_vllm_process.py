@@ -171,7 +171,7 @@ def test_labels_become_versions_and_what_is_not_ours_is_refused():
 
 
 def output(*places: dict[int, float] | list[tuple[int, float]]) -> SimpleNamespace:
-    """What vLLM says of tokens 5 and 6: at each place ids and their log-probs, that of the token first."""
+    """An output of vLLM with tokens 5 and 6: at each place ids and their log-probs, that of the token first."""
     pairs = [list(place.items()) if isinstance(place, dict) else place for place in places]
     ends = list(accumulate(map(len, pairs)))
     flat = SimpleNamespace(

@@ -43,7 +43,7 @@ async def generated(engine: Engine, tokenizer: Any, *words: str) -> list[Group]:
 
 
 def assert_ratios_are_1(groups: list[Group], model_dir: Path, vocab_size: int) -> None:
-    """Of every token, and of whole answers, to 1e-3."""
+    """The learner gives every token, and every whole answer, the recorded probability to 1e-3."""
     version = groups[-1].members[-1].versions[-1].version
     rows = TrajectoryReader(vocab_size=vocab_size).read(list(map(encode, groups)), version=version)
     assert len(rows) == 4 and any(row.num_turns == 2 for row in rows)
