@@ -187,7 +187,7 @@ def test_a_script_of_an_sdk_trains_unchanged(harness: RunHarness, script: str, r
         f"env.agent_command='{sys.executable} {harness.path}/agent.py'", "env.max_turns=2",
         "rollout.max_prompt_tokens=48", "trainer.num_steps=3", "launch.num_actors=2", "eval.num_samples=0",
         "filter.zero_std=false", "rollout.num_prompts_per_step=2", "rollout.num_responses_per_prompt=2",
-        "actors.num_concurrent=4",
+        "actors.num_concurrent=4", "env.step_timeout_s=120",  # eight processes at once import the SDK
     )
     assert harness.finish(launched, 240) == 0, harness.logs()
     rows, summary = harness.metrics(), harness.summary()
@@ -195,7 +195,8 @@ def test_a_script_of_an_sdk_trains_unchanged(harness: RunHarness, script: str, r
     assert summary["steps"] == len(steps) == 3
     assert all(math.isfinite(row["reward/trained"]) for row in steps)
     assert all(row["rollout/num_turns/train"] == 2 and row["rollout/sequences_per_trajectory"] == 1 for row in steps)
-    assert rows[-1]["hub/num_episodes_failed"] == rows[-1]["hub/num_leases_lost"] == 0
+    assert rows[-1]["hub/num_episodes_failed"] == 0, summary["first_failure"]
+    assert rows[-1]["hub/num_leases_lost"] == 0
     assert len(_trained(harness)) == 3 * 2 * 2
     assert not harness.leftovers()
 
