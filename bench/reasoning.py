@@ -24,13 +24,16 @@ from streamrl.launch import Launcher
 from streamrl.metrics.run_record import read_run
 
 TASKS = {
+    "basic_arithmetic": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "instruction": "Answer:"},
     "chain_sum": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1, "instruction": ""},
     "gcd": {"min_value": 2, "max_value": 30, "instruction": "Answer:"},
     "letter_counting": {"min_words": 3, "max_words": 5, "instruction": "Answer:"},
     "products": {"min_digits": 1, "max_digits": 2, "instruction": "Answer:"},
-    "spell_backward": {"min_word_len": 3, "max_word_len": 4, "answer_format": "line", "instruction": "Answer:"},
 }
 """Datasets of the package with options that leave a model of this size something to reach."""
+FORM = ("data.apply_chat_template=false", "rollout.train.sampling.max_new_tokens=8",
+        'rollout.train.sampling.stop=["\n"]')
+"""That of the experiment, which another task does not take over."""
 NUM_EVAL, NUM_CURVE = 100, 3
 """Held-out prompts, and evaluations after the first."""
 
@@ -63,7 +66,7 @@ def words(task: str, steps: int) -> list[str]:
         "experiment=smollm2", f"env.name=reasoning_gym.{task}",
         *(f"env.options.{name}={json.dumps(value)}" for name, value in TASKS[task].items()),
         f"trainer.num_steps={steps}", f"eval.every_steps={max(1, steps // NUM_CURVE)}", f"eval.num_samples={NUM_EVAL}",
-        "rollout.num_prompts_per_step=4", "checkpoint.every_steps=0", "checkpoint.export_hf=false",
+        *FORM, "rollout.num_prompts_per_step=4", "checkpoint.every_steps=0", "checkpoint.export_hf=false",
     ]
 
 

@@ -1,18 +1,16 @@
 """Families of trajectories to micro-batches: first fit decreasing, what families share counted once.
 
-Longest first, into the first micro-batch with room, which needs at most 11/9 of the fewest possible.
+Longest first, into the first micro-batch with room. Families of one stem follow each other and go to where it is
+already, so that few micro-batches hold it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from learner.data.shared_prompts import Family, Stem
+from learner.data.shared_prompts import KEYS_PER_TOKEN, Family, Stem
 from learner.data.trajectories import Trajectory
-
-KEYS_PER_TOKEN = 16
-"""Most keys of a micro-batch, in units of its tokens: attention gathers what sequences share again for each of them."""
 
 
 @dataclass(slots=True)
@@ -37,18 +35,25 @@ class _Bin:
 def first_fit(families: Sequence[Family], rows: Sequence[Trajectory], max_tokens: int) -> list[list[Family]]:
     """The families of each micro-batch of at most `max_tokens` packed tokens.
 
-    A micro-batch of several families has at most `KEYS_PER_TOKEN * max_tokens` tokens where nothing is shared.
+    A micro-batch has at most `KEYS_PER_TOKEN * max_tokens` tokens where nothing is shared.
     """
     whole = {family: sum(rows[i].num_tokens for i in family.members) for family in families}
     sizes = {family: whole[family] - family.num_shared * (len(family.members) - 1) for family in families}
     bins: list[_Bin] = []
-    for family in sorted(families, key=lambda family: (-sizes[family], family.members)):
+    for family in _largest_first(families, sizes):
         size, num_keys = sizes[family], whole[family]
-        chosen = next(
-            (one for one in bins if one.room >= one.need(family, size) and one.room_for_keys >= num_keys), None
-        )
+        fitting = (one for one in bins if one.room >= one.need(family, size) and one.room_for_keys >= num_keys)
+        chosen = min(fitting, key=lambda one: family.stem not in one.stems, default=None)
         if chosen is None:
             chosen = _Bin(max_tokens, KEYS_PER_TOKEN * max_tokens)
             bins.append(chosen)
         chosen.add(family, size, num_keys)
     return [one.families for one in bins]
+
+
+def _largest_first(families: Sequence[Family], sizes: Mapping[Family, int]) -> list[Family]:
+    """By size, with all families of a stem at the place of its largest."""
+    found: dict[Stem | Family, list[Family]] = {}
+    for family in sorted(families, key=lambda family: (-sizes[family], family.members)):
+        found.setdefault(family.stem or family, []).append(family)
+    return [family for alike in found.values() for family in alike]

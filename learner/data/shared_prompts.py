@@ -10,7 +10,8 @@ before their first difference:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -23,6 +24,10 @@ LEAST_SHARED_TOKENS = 4
 """A shorter beginning is packed for every trajectory: another block of attention may cost more than its tokens."""
 LEAST_STEM_TOKENS = 8
 """As above, of families: theirs is a third level of sequences."""
+LEAST_STEM_SHARE = 1 / 16
+"""A stem that saves less of its families' tokens costs more than it saves: attention then has a mask."""
+KEYS_PER_TOKEN = 16
+"""Most keys of a micro-batch, in units of its tokens: attention gathers what sequences share again for each of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +50,9 @@ class Family:
 def find_families(
     tokens: Mapping[int, np.ndarray], rows: Sequence[Trajectory], *, max_tokens: int
 ) -> list[Family]:
-    """Families of trajectories with the same prompt, each of at most `max_tokens` tokens, and their stems.
+    """Families of trajectories with the same prompt, and their stems.
+
+    A family has at most `max_tokens` tokens, and where nothing is shared `KEYS_PER_TOKEN` times as many.
 
     Args:
         tokens: place of a trajectory in `rows` -> its tokens as far as a pass needs them: the prompt, and more.
@@ -62,33 +69,63 @@ def find_families(
             sizes = {place: rows[place].num_tokens - shared for place in members}
             found += [
                 Family(part, _common(tokens, part) if len(part) > 1 else 0)
-                for part in _split(sizes, max_tokens - shared)
+                for part in _split(sizes, shared, max_tokens)
             ]
-    beginnings = {family: tokens[family.members[0]][: family.num_shared or None] for family in found}
-    stem_of = {family: stem for stem, alike in _stems(beginnings, 0).items() for family in alike}
-    return [replace(family, stem=stem_of.get(family)) for family in found]
+    return _with_stems(found, tokens)
 
 
-def _stems(beginnings: Mapping[Family, np.ndarray], known: int) -> dict[Stem, list[Family]]:
-    """Stems of these families, whose first `known` tokens are the same, and the families of each.
+def _with_stems(families: Sequence[Family], tokens: Mapping[int, np.ndarray]) -> list[Family]:
+    beginnings = {family: tokens[family.members[0]][: family.num_shared or None] for family in families}
+    sizes = {
+        family: sum(len(tokens[place]) for place in family.members) - family.num_shared * (len(family.members) - 1)
+        for family in families
+    }
+    stem_of = {}
+    for num_tokens, alike in common_beginnings(beginnings):
+        if num_tokens * (len(alike) - 1) >= LEAST_STEM_SHARE * sum(sizes[family] for family in alike):
+            stem_of |= dict.fromkeys(alike, Stem(num_tokens))
+    return [replace(family, stem=stem_of.get(family)) for family in families]
 
-    Of families that have a stem, and some of them a longer one, those stems are taken that save more tokens.
+
+@dataclass(slots=True)
+class _Run:
+    """Neighbors in a sorted list that have `num_tokens` in common, and those among them with more that save most."""
+
+    num_tokens: int
+    start: int
+    best: list[tuple[int, int, int]] = field(default_factory=list)  # common tokens, first and last place
+    num_saved: int = 0
+
+    def closed(self, last: int) -> tuple[list[tuple[int, int, int]], int]:
+        """The better of its own tokens and those of what is in it, and the tokens saved."""
+        own = self.num_tokens * (last - self.start)
+        return ([(self.num_tokens, self.start, last)], own) if own >= self.num_saved else (self.best, self.num_saved)
+
+
+def common_beginnings(beginnings: Mapping[T, np.ndarray]) -> list[tuple[int, list[T]]]:
+    """Numbers of leading tokens, of at least LEAST_STEM_TOKENS, and who has them in common; nobody is named twice.
+
+    Of those who have a beginning in common, and some of them a longer one, the beginnings are taken that save more.
+    In sorted order those with a common beginning are neighbors, so that one walk over them finds all runs.
     """
-    by_next: dict[bytes, list[Family]] = {}
-    for family, own in beginnings.items():
-        if len(own) >= known + LEAST_STEM_TOKENS:
-            by_next.setdefault(own[known : known + LEAST_STEM_TOKENS].tobytes(), []).append(family)
-    found: dict[Stem, list[Family]] = {}
-    for alike in by_next.values():
-        if len(alike) > 1:
-            mine = Stem(_common(beginnings, alike))
-            longer = _stems({family: beginnings[family] for family in alike}, mine.num_tokens)
-            found |= longer if _num_saved(longer) > _num_saved({mine: alike}) else {mine: alike}
-    return found
-
-
-def _num_saved(stems: Mapping[Stem, Sequence[Family]]) -> int:
-    return sum(stem.num_tokens * (len(families) - 1) for stem, families in stems.items())
+    order = sorted(beginnings, key=lambda one: beginnings[one].astype(">u8").tobytes())
+    common = [_common(beginnings, pair) for pair in pairwise(order)]
+    found: list[tuple[int, int, int]] = []
+    runs: list[_Run] = []  # that are not at their end, each with more tokens than the one before
+    for place, num in enumerate([*common, 0]):
+        closed = _Run(num, place)
+        while runs and runs[-1].num_tokens > num:
+            last = runs.pop()
+            best, num_saved = last.closed(place)
+            around = runs[-1] if runs and runs[-1].num_tokens >= num else closed
+            around.best += best
+            around.num_saved += num_saved
+            closed.start = last.start
+        if num < LEAST_STEM_TOKENS:
+            found += closed.best
+        elif not runs or runs[-1].num_tokens < num:
+            runs.append(closed)
+    return [(num, order[first : last + 1]) for num, first, last in found]
 
 
 def _common(tokens: Mapping[T, np.ndarray], members: Sequence[T]) -> int:
@@ -102,14 +139,15 @@ def _common(tokens: Mapping[T, np.ndarray], members: Sequence[T]) -> int:
     return common
 
 
-def _split(sizes: Mapping[int, int], most: int) -> list[tuple[int, ...]]:
-    """The places in order, in parts whose sizes add up to at most `most`."""
-    parts: list[tuple[int, ...]] = [()]
-    room = most
+def _split(sizes: Mapping[int, int], shared: int, max_tokens: int) -> list[tuple[int, ...]]:
+    """The places in order, in parts that have room beside `shared` tokens, in number of tokens and of keys."""
+    parts: list[tuple[int, ...]] = []
+    room = room_for_keys = 0
     for place, size in sizes.items():
-        if parts[-1] and size > room:
+        if not parts or size > room or size + shared > room_for_keys:
             parts.append(())
-            room = most
+            room, room_for_keys = max_tokens - shared, KEYS_PER_TOKEN * max_tokens
         parts[-1] += (place,)
         room -= size
+        room_for_keys -= size + shared
     return parts

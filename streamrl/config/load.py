@@ -65,7 +65,8 @@ def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:
 def load_config(overrides: Sequence[str] = (), *, notify: Callable[[str], None] = lambda _: None) -> Config:
     """Compose configs/ with `key=value` overrides; a word that ends in .yaml is a settings file, below them.
 
-    `notify` gets a sentence on what was left out of the experiment because the overrides name another task.
+    `notify` gets a sentence on what was left out of the experiment because the overrides name another task, and on
+    what the experiment sets in place of the recipe that they name.
 
     Raises ConfigError: an unknown key (with the nearest valid one), a value of the wrong type, or a broken rule.
     """
@@ -73,10 +74,12 @@ def load_config(overrides: Sequence[str] = (), *, notify: Callable[[str], None] 
     check_overrides(overrides)
     _check_values(overrides)
     try:
-        config, experiment = _composed(hydra_overrides(overrides)), _experiment(overrides)
+        config, experiment = _composed(hydra_overrides(overrides)), _chosen("experiment", overrides)
         config = _with_overrides_first(config, overrides, experiment.get("env", {}))
         if dropped := _drop_form(config, experiment, _given(overrides)):
             notify(f"this is not the task of the experiment, whose {', '.join(dropped)} are left out")
+        if lost := _lost_of_recipe(_chosen("algorithm", overrides), experiment, _given(overrides)):
+            notify(f"the experiment sets these itself: to have the recipe's, add {' '.join(lost)}")
         return to_config(config)
     except HydraException as error:
         _check_types(overrides)
@@ -216,10 +219,26 @@ def _given(overrides: Sequence[str]) -> dict[str, str]:
     return {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
 
 
-def _experiment(overrides: Sequence[str]) -> DictConfig:
-    """The experiment that is asked for, as its file has it."""
-    names = [override.removeprefix("experiment=") for override in overrides if override.startswith("experiment=")]
-    file = CONFIGS / "experiment" / f"{names[-1] if names else None}.yaml"
+def _lost_of_recipe(recipe: Mapping[str, Any], experiment: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
+    """What the recipe sets, as `key=value`, and the experiment sets otherwise, if no override does."""
+    own, others = _dotted(recipe), _dotted(experiment)
+    return [
+        f"{key}={json.dumps(value, default=list)}" for key, value in own.items()
+        if key in others and others[key] != value and key not in given
+    ]
+
+
+def _dotted(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        found |= _dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def _chosen(group: str, overrides: Sequence[str]) -> DictConfig:
+    """The experiment or recipe that is asked for by name, as its file has it."""
+    names = [override.removeprefix(f"{group}=") for override in overrides if override.startswith(f"{group}=")]
+    file = CONFIGS / group / f"{names[-1] if names else None}.yaml"
     return OmegaConf.create(file.read_text() if file.is_file() else "{}")
 
 

@@ -144,6 +144,22 @@ def test_an_experiment_wins_over_the_algorithm_and_overrides_win_over_both():
     assert config.loss.avg_level == "seq-mean-token-sum-norm" and config.loss.clip_high == 0.5
 
 
+@pytest.mark.parametrize(
+    ("words", "lost"),
+    [
+        (["algorithm=extreme_lag"], "filter.zero_std=true staleness.eta=64"),
+        (["algorithm=extreme_lag", "staleness.eta=3"], "filter.zero_std=true"),
+        (["algorithm=extreme_lag", "staleness.eta=64", "filter.zero_std=true"], None),
+        ([], None),
+    ],
+)
+def test_what_an_experiment_sets_in_place_of_the_recipe_is_told(words, lost):
+    told: list[str] = []
+    config = load_config([QUICK, *words], notify=told.append)
+    assert told == ([] if lost is None else [f"the experiment sets these itself: to have the recipe's, add {lost}"])
+    assert lost is None or config.staleness.eta == (3 if "staleness.eta=3" in words else 2)
+
+
 def test_a_config_survives_its_plain_form_and_local_overrides_win():
     config = load_config([QUICK, "env.options.max_length=5"])
     again = from_plain(to_plain(config), ["actors.num_concurrent=3"])

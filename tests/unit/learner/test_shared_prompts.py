@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.data.bins import KEYS_PER_TOKEN
 from learner.data.layout import make_layout
 from learner.data.packing import pack
+from learner.data.shared_prompts import KEYS_PER_TOKEN, LEAST_STEM_TOKENS, common_beginnings
 from tests.unit.learner.learner_factories import VOCAB, trajectory
 
 GROUPS = st.lists(
@@ -153,6 +153,65 @@ def test_the_keys_of_a_micro_batch_have_a_bound_however_much_its_sequences_share
 
     keys = [sum(rows[place].num_tokens for place in one.trajectory_ids) for one in packed]
     assert max(keys) <= KEYS_PER_TOKEN * 100 < sum(keys) and all(one.num_tokens <= 100 for one in packed)
+
+
+def test_the_answers_to_one_prompt_have_that_bound_too():
+    rows = rows_of([(90, [(2, 0)] * 40)])
+    packed = pack(rows, 100, share=True)
+
+    keys = [sum(rows[place].num_tokens for place in one.trajectory_ids) for one in packed]
+    assert max(keys) <= KEYS_PER_TOKEN * 100 < sum(keys) and sum(map(len, (one.trajectory_ids for one in packed))) == 40
+
+
+def test_few_micro_batches_hold_a_stem_where_prompts_begin_in_several_ways():
+    openings = [(number % 3, 50) for number in range(60)]
+    rows = rows_of([(53 + number % 5, [(5, 0)]) for number in range(60)], openings=openings)
+    packed = pack(rows, 170, share=True)
+
+    alone = [pack([row for row, (which, _) in zip(rows, openings, strict=True) if which == stem], 170, share=True)
+             for stem in range(3)]
+    assert len(packed) <= sum(map(len, alone))
+    assert sum(one.num_tokens for one in packed) <= sum(one.num_tokens for parts in alone for one in parts)
+
+
+def test_a_stem_that_saves_little_of_long_answers_is_left_alone():
+    def parents(answer: int) -> tuple[int, ...]:
+        (micro,) = pack(rows_of([(12, [(answer, 0)])] * 2, openings=[(0, 10)] * 2), 2000, share=True)
+        return micro.packing.parents
+
+    assert parents(20) == (-1, 0, 0) and not parents(200)  # 10 of 62 tokens, and of 422
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=LEAST_STEM_TOKENS + 8), max_size=12), st.data())
+@settings(max_examples=200, deadline=None)
+def test_common_beginnings_save_as_much_as_any_choice_of_them(rows, data):
+    rows += [rows[data.draw(st.integers(0, len(rows) - 1))] for _ in range(4)] if rows else []
+    rows = [[7] * 5 + row for row in rows]
+    found = common_beginnings({place: np.array(row) for place, row in enumerate(rows)})
+
+    named = [place for _, alike in found for place in alike]
+    assert len(named) == len(set(named))
+    assert all(num >= LEAST_STEM_TOKENS and len({tuple(rows[place][:num]) for place in alike}) == 1
+               and min(len(rows[place]) for place in alike) >= num for num, alike in found)
+    assert sum(num * (len(alike) - 1) for num, alike in found) == most_saved(rows, 0)
+
+
+def most_saved(rows: list[list[int]], known: int) -> int:
+    """Tokens saved by the best choice for these rows, whose first `known` are the same."""
+    own = known * (len(rows) - 1) if known >= LEAST_STEM_TOKENS else 0
+    following: dict[int, list[list[int]]] = {}
+    for row in rows:
+        if len(row) > known:
+            following.setdefault(row[known], []).append(row)
+    return max(own, sum(most_saved(alike, known + 1) for alike in following.values() if len(alike) > 1))
+
+
+def test_thousands_of_prompts_each_the_beginning_of_the_next_are_no_deep_recursion():
+    full = np.random.default_rng(0).integers(0, VOCAB, 6000)
+    found = common_beginnings({number: full[: 10 * number] for number in range(1, 600)})
+
+    (num, alike), = found
+    assert num * (len(alike) - 1) == max(10 * number * (599 - number) for number in range(1, 600))
 
 
 @pytest.mark.parametrize(("groups", "reason"), [([(3, [(4, 0)] * 4)], "short"), ([(40, [(4, 0)])], "alone")], ids=str)
