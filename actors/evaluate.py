@@ -67,7 +67,8 @@ async def evaluate(one: EvalSet, policy: LocalPolicy, task: Task, out: TextIO, p
     """Play every prompt of a set `eval.num_responses` times, writing each answer as a line of JSON."""
     config, num_prompts = one.config, num_prompts_of(one, task)
     answers = Answers([[] for _ in range(num_prompts)], [[] for _ in range(num_prompts)])
-    rules, renderer = episode_rules(config, one.sampling, task), make_renderer(config, policy.tokenizer, task)
+    rules = episode_rules(config, one.sampling, task, trains=False)
+    renderer = make_renderer(config, policy.tokenizer, task)
     runner = EpisodeRunner(
         task, policy.engine, renderer, rules, num_threads=config.env.num_threads, endpoint=make_endpoint(config)
     )

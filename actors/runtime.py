@@ -222,10 +222,10 @@ def build_runtime(
     endpoint = make_endpoint(config)
     runners = [
         EpisodeRunner(
-            task, engine, renderer, episode_rules(config, sampling, task), num_threads=config.env.num_threads,
-            load=load, inline=inline, endpoint=endpoint,
+            task, engine, renderer, episode_rules(config, sampling, task, trains=trains),
+            num_threads=config.env.num_threads, load=load, inline=inline, endpoint=endpoint,
         )
-        for sampling in (config.rollout.train.sampling, eval_sampling(config))
+        for sampling, trains in ((config.rollout.train.sampling, True), (eval_sampling(config), False))
     ]
     sets = {one.name: set_runner(one, engine, tokenizer, load, own=runners[1]) for one in eval_sets(config) if one.name}
     installer = Installer(engine, source.fetch, fetch_deadline_s=FETCH_DEADLINE_S, on_close=source.close)
@@ -244,7 +244,8 @@ def set_runner(one: EvalSet, engine: Engine, tokenizer: Any, load: LoadMeter, *,
         task = task_of(one.config)
         if isinstance(task, HasSetUp):
             task.set_up()
-    rules, renderer = episode_rules(one.config, one.sampling, task), make_renderer(one.config, tokenizer, task)
+    rules = episode_rules(one.config, one.sampling, task, trains=False)
+    renderer = make_renderer(one.config, tokenizer, task)
     return EpisodeRunner(
         task, engine, renderer, rules, num_threads=one.config.env.num_threads, load=load, endpoint=own.endpoint
     )

@@ -88,7 +88,9 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     return dtype
 
 
-def episode_rules(config: Config, sampling: SamplingConfig, task: Task | None = None) -> EpisodeRules:
+def episode_rules(
+    config: Config, sampling: SamplingConfig, task: Task | None = None, *, trains: bool = True
+) -> EpisodeRules:
     """The limits of an episode; a trajectory may have what the learner can train on, or more if its answers may.
 
     A task may know where its answers end (`stop`, as rewards of tagged answers do); `sampling.stop` wins over it.
@@ -101,7 +103,7 @@ def episode_rules(config: Config, sampling: SamplingConfig, task: Task | None = 
         step_timeout_s=config.env.step_timeout_s,
         error_floor=config.env.reward_floor if config.env.on_error is OnEnvError.floor else None,
         truncate_prompts=config.data.prompt_overflow is PromptOverflow.truncate_left,
-        append_history=config.env.history is History.append,
+        append_history=config.env.history is History.append, wants_sets=trains,
     )
 
 

@@ -82,6 +82,7 @@ class GenerateRequest:
         stop: generation ends after the first text that contains one of these; the stop string stays in the output.
         ignore_eos: go on to max_new_tokens whatever is sampled (benchmarks).
         version: that began the episode; an engine under "drain" with adapters goes on with it if it still has it.
+        wants_sets: the ids that each token is drawn from are needed (`Generation.sets`), as training does.
     """
 
     prompt_ids: Sequence[int]
@@ -91,6 +92,7 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     version: VersionRef | None = None
+    wants_sets: bool = False
 
 
 @dataclass(frozen=True, slots=True)

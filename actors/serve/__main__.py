@@ -95,7 +95,8 @@ async def run(source: str, words: Sequence[str], host: str, port: int, key: str 
     print(f"loading {config.policy.model_path}", file=sys.stderr, flush=True)
     policy, sampling = await open_policy(config), eval_sampling(config)
     try:
-        sessions = served(policy, sampling, episode_rules(config, sampling), longest_sequence(config), key)
+        rules = episode_rules(config, sampling, trains=False)
+        sessions = served(policy, sampling, rules, longest_sequence(config), key)
         try:
             runner, port = await serve(sessions, host.strip("[]"), port)
         except OSError as error:

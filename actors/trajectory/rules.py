@@ -28,6 +28,7 @@ class EpisodeRules:
     step_timeout_s: float = 30.0
     error_floor: float | None = None  # None: an environment error aborts the member
     truncate_prompts: bool = False  # a prompt that is too long keeps its end
+    wants_sets: bool = True  # what is sampled may be trained on
     append_history: bool = False  # earlier turns stay as they were sampled, whatever the chat template makes of them
 
     def checked_prompt(self, prompt_ids: list[int]) -> list[int]:
@@ -53,5 +54,5 @@ class EpisodeRules:
         return GenerateRequest(
             prompt_ids=read, sampling=sampling, seed=(seed + turn * 0x9E3779B97F4A7C15) % (1 << 64),
             max_new_tokens=room, stop=stop or self.stop, ignore_eos=self.ignore_eos,
-            version=version,
+            version=version, wants_sets=self.wants_sets,
         )

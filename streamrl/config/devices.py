@@ -10,6 +10,8 @@ from streamrl.gpus import Placement, place
 
 CANDIDATE_BYTES = 116
 """Bytes that vLLM 0.32 holds for an id that a token might have been, with its log-prob: Python numbers in lists."""
+NUM_MORE_CANDIDATES = 17
+"""Of each token: the engine asks for 16 more than may be left, for ties, and gets the drawn one besides."""
 MAX_CANDIDATE_BYTES = 8 << 30
 """The most that such ids may take in one actor."""
 
@@ -36,15 +38,17 @@ def check_engine(config: Config) -> None:
 
 def _check_candidates(sampling: SamplingConfig, num_concurrent: int) -> None:
     """Raise ConfigError if the ids that vLLM names for each token would fill the actor's memory."""
-    num_tokens = num_concurrent * sampling.max_new_tokens
-    most = MAX_CANDIDATE_BYTES // (num_tokens * CANDIDATE_BYTES)
+    num_bytes = num_concurrent * sampling.max_new_tokens * CANDIDATE_BYTES
+    most = MAX_CANDIDATE_BYTES // num_bytes - NUM_MORE_CANDIDATES
     key = "top_k" if sampling.top_k > 0 else "max_kept"
     if (kept := getattr(sampling, key)) > most:
+        lower = f"set it to {most} or less, or" if most > 0 else "no number is small enough:"
         raise ConfigError(
-            f"rollout.train.sampling.{key}={kept} with actors.engine=vllm: vLLM holds so many ids of each token until "
-            f"its answer ends, {CANDIDATE_BYTES} bytes each, and actors.num_concurrent={num_concurrent} answers of "
-            f"{sampling.max_new_tokens} tokens would take {num_tokens * kept * CANDIDATE_BYTES / 1e9:.0f} GB of an "
-            f"actor's memory: set it to {most} or less, or have fewer or shorter answers"
+            f"rollout.train.sampling.{key}={kept} with actors.engine=vllm: vLLM holds so many ids of each token and "
+            f"{NUM_MORE_CANDIDATES} more until its answer ends, {CANDIDATE_BYTES} bytes each, and "
+            f"actors.num_concurrent={num_concurrent} answers of {sampling.max_new_tokens} tokens would take "
+            f"{num_bytes * (kept + NUM_MORE_CANDIDATES) / 1e9:.0f} GB of an actor's memory: {lower} have fewer or "
+            "shorter answers"
         )
 
 

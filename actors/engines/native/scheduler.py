@@ -57,7 +57,7 @@ class Sequence:
         """Append a sampled token; returns why the sequence ends, or None."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
-        if drawn_from is not None:
+        if drawn_from is not None and self.request.wants_sets:
             self.sets.append(drawn_from)
         if token in self.eos_ids or (self.matcher is not None and self.matcher.feed(token)):
             return "stop"

@@ -94,10 +94,11 @@ def check_temperature(temperature: float) -> None:
 def sampling_arguments(request: GenerateRequest, eos_ids: Sequence[int], vocab_size: int) -> dict[str, Any]:
     """Keyword arguments of SamplingParams. The end-of-sequence ids are ours, so that every engine ends alike.
 
-    With a top-k, which training has wherever ids are cut off, the log-probs of all ids that may be left are asked for.
+    Where sets are wanted and ids are cut off, which training does with a top-k, the log-probs of all ids that may be
+    left are asked for.
     """
     sampling = request.sampling
-    bounded = sampling.top_k > 0 and sampling.temperature > 0
+    bounded = request.wants_sets and sampling.top_k > 0 and sampling.temperature > 0
     return {
         "temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p,
         "top_k": max(sampling.top_k, 0), "max_tokens": request.max_new_tokens, "seed": turn_seed(request),

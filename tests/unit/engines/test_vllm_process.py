@@ -29,6 +29,7 @@ from actors.engines.vllm.process import (
 )
 from actors.engines.vllm.reaper import MARK, group_pids
 from actors.engines.vllm.worker import Staging, mapped_tensors
+from streamrl.config.devices import NUM_MORE_CANDIDATES
 from streamrl.errors import EngineError
 from streamrl.messages import Sampling, VersionRef
 from streamrl.weights.document import Document
@@ -204,11 +205,13 @@ def test_the_ids_that_are_left_are_the_set_of_a_token_and_what_ties_beyond_them_
 
 
 def test_log_probs_of_all_that_may_be_left_are_asked_for_where_a_top_k_bounds_it():
-    def asked(**sampling) -> int:
-        return sampling_arguments(request([3], 4, sampling=Sampling(**sampling)), [1], vocab_size=100)["logprobs"]
+    def asked(wants_sets: bool = True, **sampling) -> int:
+        one = request([3], 4, sampling=Sampling(**sampling), wants_sets=wants_sets)
+        return sampling_arguments(one, [1], vocab_size=100)["logprobs"]
 
     assert asked() == asked(top_p=0.9) == asked(temperature=0.0, top_k=4) == 0
-    assert asked(top_k=4) == 4 + NUM_MORE_KEPT and asked(top_k=1024, min_p=0.1) == 100
+    assert asked(top_k=4) == 4 + NUM_MORE_KEPT == 4 + NUM_MORE_CANDIDATES - 1 and asked(top_k=1024, min_p=0.1) == 100
+    assert asked(wants_sets=False, top_k=4) == 0  # as an evaluation asks
 
 
 def test_the_seed_of_a_turn_depends_on_the_members_seed_and_the_place_and_fits():

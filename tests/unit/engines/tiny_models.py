@@ -89,7 +89,7 @@ class GatedTokenizer:
 def request(
     prompt: Sequence[int], new: int, *, seed: int = 0, sampling: Sampling | None = None, **more
 ) -> GenerateRequest:
-    more.setdefault("ignore_eos", True)
+    more = {"ignore_eos": True, "wants_sets": True, **more}
     return GenerateRequest(list(prompt), sampling or Sampling(), new, seed, **more)
 
 

@@ -70,13 +70,15 @@ def test_ids_that_vllm_would_hold_in_more_memory_than_an_actor_has_are_refused_w
     def load(*words: str) -> None:
         load_config([*long, *(f"rollout.train.sampling.{word}" for word in words)])
 
-    with pytest.raises(ConfigError, match=r"max_kept=1024 .* would take 62 GB .* set it to 141 or less"):
+    with pytest.raises(ConfigError, match=r"max_kept=1024 .* would take 63 GB .* set it to 124 or less"):
         load("top_p=0.9")
-    with pytest.raises(ConfigError, match=r"top_k=200 .* set it to 141 or less"):
+    with pytest.raises(ConfigError, match=r"top_k=200 .* set it to 124 or less"):
         load("top_k=200", "min_p=0.1")
-    load("top_p=0.9", "max_kept=141")
-    load("top_k=141")
+    load("top_p=0.9", "max_kept=124")
+    load("top_k=124")
     load("max_kept=1024")  # nothing is cut off
+    with pytest.raises(ConfigError, match=r"top_k=1 .* no number is small enough: have fewer or shorter answers"):
+        load_config([*long, "rollout.train.sampling.top_k=1", "actors.num_concurrent=2048"])
 
 
 def test_an_engine_that_returns_no_sets_hands_a_training_lease_back():
@@ -101,3 +103,15 @@ def test_the_sets_of_an_evaluation_stay_at_the_actor():
     trained, evaluated = (asyncio.run(played(purpose)).members[0] for purpose in (Purpose.TRAIN, Purpose.EVAL))
     assert trained.token_ids == evaluated.token_ids
     assert len(trained.sets) == 10 * (len(trained.token_ids) // 4) and evaluated.sets == b""
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_engine_is_asked_for_sets_where_what_it_samples_is_trained_on(trains):
+    config, tokenizer = load_config(["experiment=quickstart"]), character_tokenizer()
+
+    async def sampled():
+        async with engine_for(qwen3(), tokenizer) as engine:
+            rules = episode_rules(config, config.rollout.train.sampling, trains=trains)
+            return await engine.generate(rules.request([3, 4], 5, seed=0, turn=0, sampling=Sampling(top_k=4)))
+
+    assert (asyncio.run(sampled()).sets is not None) == trains
