@@ -44,8 +44,9 @@ Qwen3ForCausalLM(Qwen3Config(
     num_key_value_heads=2, head_dim=64, max_position_embeddings=1024,
 )).save_pretrained(folder)
 prompt = rng.integers(0, 4096, 200, dtype=np.int32)
+prompts = prompt, np.concatenate([prompt[:120], rng.integers(0, 4096, 50, dtype=np.int32)])
 rows = [Trajectory(
-    group_id=0, index=i, prompt_ids=prompt, token_ids=rng.integers(0, 4096, n, dtype=np.int32),
+    group_id=i % 2, index=i // 2, prompt_ids=prompts[i % 2], token_ids=rng.integers(0, 4096, n, dtype=np.int32),
     logprobs=np.full(n, -8.0, np.float32), mask=np.ones(n, bool), versions=np.zeros(n, np.int64),
     rewards=np.zeros(n, np.float32), turns=np.zeros(n, np.int64), reward=0.0, num_turns=1, scores={}, temperature=1.0,
     truncated=False,

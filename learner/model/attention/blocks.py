@@ -28,19 +28,33 @@ def attend_in_blocks(
     for block in packing.blocks:
         more = block.continued
         of_queries = block.sources if gathers else None
-        of_keys = of_queries if more is None else more.key_sources
+        if more is None:
+            of_keys = [_padded(tokens, of_queries, block.length) for tokens in (key, value)]
+        else:
+            of_keys = [_rows(gather(tokens, more.key_sources), more.num_keys) for tokens in (key, value)]
         outputs.append(attend(
-            _padded(query, of_queries, block.length),
-            *(_padded(t, of_keys, block.length if more is None else more.num_keys) for t in (key, value)),
-            mask=_mask(block, packing, rule), **options,
+            _padded(query, of_queries, block.length), *of_keys, mask=_mask(block, packing, rule), **options,
         ).transpose(1, 2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined if packing.block_index is None else joined.index_select(0, packing.block_index)
 
 
+def gather(tokens: Tensor, sources: Tensor) -> Tensor:
+    """[M, ...] of packed tokens [N, ...]: keys, of which many sequences may continue the same.
+
+    In half precision it goes through float32, in which the backward pass then adds up the gradients of a token.
+    """
+    wide = tokens.float() if tokens.dtype in (torch.bfloat16, torch.float16) else tokens
+    return wide.index_select(0, sources).to(tokens.dtype)
+
+
 def _padded(tokens: Tensor, sources: Tensor | None, length: int) -> Tensor:
     """[S, heads, length, D] of packed tokens [N, heads, D]."""
-    return (tokens if sources is None else tokens.index_select(0, sources)).unflatten(0, (-1, length)).transpose(1, 2)
+    return _rows(tokens if sources is None else tokens.index_select(0, sources), length)
+
+
+def _rows(tokens: Tensor, length: int) -> Tensor:
+    return tokens.unflatten(0, (-1, length)).transpose(1, 2)
 
 
 def _mask(block: Block, packing: PackedLayout, rule: MaskRule) -> Tensor | None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from learner.data.layout import PackedLayout
-from learner.model.attention.blocks import attend_in_blocks
+from learner.model.attention.blocks import attend_in_blocks, gather
 from streamrl.architectures.masks import MaskRule
 
 
@@ -52,7 +52,7 @@ def attend_varlen(
     if not (causal or window) or extras or key.shape[-1] != value.shape[-1]:
         return attend_in_blocks(query, key, value, packing, rule, scaling=scaling, **extras)
     if ends.key_sources is not None:
-        key, value = key.index_select(0, ends.key_sources), value.index_select(0, ends.key_sources)
+        key, value = gather(key, ends.key_sources), gather(value, ends.key_sources)
     left = -1 if causal or window is None else window - 1
     return kernel(query.contiguous(), key.contiguous(), value.contiguous(), ends, scaling, left)
 

@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 from learner.checkpoint.resume import ResumeState
 from learner.data.layout import make_layout
 from learner.model.attention import choice
-from learner.model.attention.blocks import attend_in_blocks
+from learner.model.attention.blocks import attend_in_blocks, gather
 from learner.model.attention.choice import ATTENTIONS, choose_attention
 from learner.model.attention.flex import attend_flex
 from learner.model.attention.varlen import attend_varlen
@@ -209,6 +209,19 @@ def test_auto_takes_the_kernel_only_where_it_runs_and_agrees(monkeypatch):
     assert chosen() == "sdpa"
     with pytest.raises(ConfigError, match="learner.attention=varlen differs from sdpa by 0.4"):
         choose_attention("varlen", device=CUDA, dtype=torch.bfloat16)
+
+
+def test_gradients_of_a_key_that_hundreds_of_sequences_continue_are_rounded_once():
+    rng = torch.Generator().manual_seed(0)
+    tokens = torch.randn(8, 2, 4, generator=rng).bfloat16().requires_grad_()
+    sources = torch.arange(8).repeat(512)
+    gathered = gather(tokens, sources)
+    weights = torch.rand(gathered.shape, generator=rng).bfloat16()
+    (grad,) = torch.autograd.grad(gathered, tokens, weights)
+
+    assert torch.equal(gathered, tokens[sources])
+    exact = weights.double().view(512, 8, 2, 4).sum(0)
+    assert grad.dtype == torch.bfloat16 and bool(((grad.double() - exact).abs() <= exact * 2**-8).all())
 
 
 def test_the_check_before_a_run_finds_a_kernel_that_aligns_otherwise(calls, monkeypatch):
