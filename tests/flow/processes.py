@@ -62,6 +62,10 @@ def finished(
         )
         try:
             code = process.wait(deadline_s)
+        except subprocess.TimeoutExpired as error:
+            stdout.seek(0)
+            stderr.seek(0)
+            raise AssertionError(f"{error}\n{stdout.read()}\n{stderr.read()}") from None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
