@@ -28,7 +28,7 @@ LEAST_STEM_SHARE = 1 / 16
 """A stem that saves less of its families' tokens costs more than it saves: attention then has a mask."""
 KEYS_PER_TOKEN = 8
 """Most keys of a micro-batch, in units of its most tokens: attention gathers what is shared again for each sequence,
-and with 8 heads of 128 for keys, 8 keys a token add less than a fifth to what a layer keeps for its backward pass."""
+and with 8 heads of 128 for keys, 8 keys for each token add less than a fifth to what a layer keeps for its backward pass."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +104,7 @@ class _Run:
 
 
 def common_beginnings(beginnings: Mapping[T, np.ndarray]) -> list[tuple[int, list[T]]]:
-    """Numbers of leading tokens, of at least LEAST_STEM_TOKENS, and who has them in common; nobody is named twice.
+    """Numbers of leading tokens, of at least LEAST_STEM_TOKENS, and who has them in common; none is named twice.
 
     Of those who have a beginning in common, and some of them a longer one, the beginnings are taken that save more.
     In sorted order those with a common beginning are neighbors, so that one walk over them finds all runs.

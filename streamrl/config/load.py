@@ -30,7 +30,7 @@ from yaml import YAMLError
 from streamrl.config.aliases import nearest, suggestion
 from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
-from streamrl.config.settings_file import as_words, checked_text, is_file, key_given_twice
+from streamrl.config.settings_file import as_words, checked_text, given_values, is_file, key_given_twice, lost_of_recipe
 from streamrl.config.wording import (
     field_sentences,
     one_line,
@@ -76,9 +76,9 @@ def load_config(overrides: Sequence[str] = (), *, notify: Callable[[str], None] 
     try:
         config, experiment = _composed(hydra_overrides(overrides)), _chosen("experiment", overrides)
         config = _with_overrides_first(config, overrides, experiment.get("env", {}))
-        if dropped := _drop_form(config, experiment, _given(overrides)):
+        if dropped := _drop_form(config, experiment, given_values(overrides)):
             notify(f"this is not the task of the experiment, whose {', '.join(dropped)} are left out")
-        if lost := _lost_of_recipe(_chosen("algorithm", overrides), experiment, _given(overrides)):
+        if lost := lost_of_recipe(_chosen("algorithm", overrides), experiment, given_values(overrides)):
             notify(f"the experiment sets these itself: to have the recipe's, add {' '.join(lost)}")
         return to_config(config)
     except HydraException as error:
@@ -156,7 +156,7 @@ def _quoted(word: str) -> str:
 def _with_overrides_first(composed: DictConfig, overrides: Sequence[str], task: Mapping[str, Any]) -> DictConfig:
     """The composed config without what an override replaces by another setting: a model, a task, a task's options."""
     # `task` is the section `env` below the overrides.
-    given = _given(overrides)
+    given = given_values(overrides)
     policy, env = composed.policy, composed.env
     if "policy.tiny.enabled" not in given and "policy.model_path" in given and policy.model_path is not None:
         policy.tiny.enabled = False
@@ -213,26 +213,6 @@ def _names_other_task(env: Any, before: Mapping[str, Any], given: Mapping[str, s
     """Whether overrides replace the task that the section `env` names without them."""
     own = {"name": EnvConfig().name, "path": None, **before}
     return any(f"env.{key}" in given and env[key] != own[key] for key in ("name", "path"))
-
-
-def _given(overrides: Sequence[str]) -> dict[str, str]:
-    return {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
-
-
-def _lost_of_recipe(recipe: Mapping[str, Any], experiment: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
-    """What the recipe sets, as `key=value`, and the experiment sets otherwise, if no override does."""
-    own, others = _dotted(recipe), _dotted(experiment)
-    return [
-        f"{key}={json.dumps(value, default=list)}" for key, value in own.items()
-        if key in others and others[key] != value and key not in given
-    ]
-
-
-def _dotted(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in section.items():
-        found |= _dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
 
 
 def _chosen(group: str, overrides: Sequence[str]) -> DictConfig:

@@ -1,7 +1,8 @@
-"""A settings file of one's own, as the `key=value` words that would say the same."""
+"""A settings file of one's own as the `key=value` words that would say the same, and words beside files of ours."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -118,3 +119,24 @@ def key_given_twice(text: str) -> str | None:
         else:
             word += character
     return None
+
+
+def given_values(overrides: Sequence[str]) -> dict[str, str]:
+    """The keys of `key=value` words, without a +, and their values as text."""
+    return {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
+
+
+def lost_of_recipe(recipe: Mapping[str, Any], experiment: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
+    """What the recipe sets, as `key=value`, and the experiment sets otherwise, if no override does."""
+    own, others = _dotted(recipe), _dotted(experiment)
+    return [
+        f"{key}={json.dumps(value, default=list)}" for key, value in own.items()
+        if key in others and others[key] != value and key not in given
+    ]
+
+
+def _dotted(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        found |= _dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
