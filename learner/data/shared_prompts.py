@@ -28,7 +28,7 @@ LEAST_STEM_SHARE = 1 / 16
 """A stem that saves less of its families' tokens costs more than it saves: attention then has a mask."""
 KEYS_PER_TOKEN = 8
 """Most keys of a micro-batch, in units of its most tokens: attention gathers what is shared again for each sequence,
-and with 8 heads of 128 for keys, 8 keys for each token add less than a fifth to what a layer keeps for its backward pass."""
+and 8 keys for each token, of 8 heads of 128, add less than a fifth to what a layer keeps for its backward pass."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
