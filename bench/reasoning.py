@@ -27,7 +27,7 @@ TASKS = {
     "basic_arithmetic": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "instruction": "Answer:"},
     "chain_sum": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1, "instruction": ""},
     "gcd": {"min_value": 2, "max_value": 30, "instruction": "Answer:"},
-    "letter_counting": {"min_words": 3, "max_words": 5, "instruction": "Answer:"},
+    "lcm": {"min_value": 2, "max_value": 12, "instruction": "Answer:"},
     "products": {"min_digits": 1, "max_digits": 2, "instruction": "Answer:"},
 }
 """Datasets of the package with options that leave a model of this size something to reach."""
