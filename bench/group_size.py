@@ -30,7 +30,7 @@ LONG = ("rollout.train.sampling.max_new_tokens=64", "rollout.train.sampling.igno
         "rollout.train.sampling.stop=[]")
 EXPERIMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "quickstart": (128, ("experiment=quickstart",)), "smollm2": (64, ("experiment=smollm2",)),
-    "repeats": (64, ("bench/staleness_real/repeats.yaml",)), "smollm2_long": (32, ("experiment=smollm2", *LONG)),
+    "repeats": (64, ("bench/staleness_real/repeats.yaml",)), "smollm2_long": (16, ("experiment=smollm2", *LONG)),
 }
 """A step's answers, and the settings."""
 ARMS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -57,7 +57,8 @@ def main() -> int:
     if arguments.shared_only:
         del found["eight_unshared"]
     with tempfile.TemporaryDirectory() as folder:
-        measured(experiment, "eight", 5, arguments.seed, Path(folder))  # makes the start model
+        if not experiment.startswith("smollm2"):
+            measured(experiment, "eight", 5, arguments.seed, Path(folder))  # makes the start model
         for _ in range(repeats):
             for arm in found:
                 found[arm].append(measured(experiment, arm, steps, arguments.seed, Path(folder)))
