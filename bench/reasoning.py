@@ -1,4 +1,4 @@
-"""Does one recipe with the same settings teach a real pretrained model five tasks of reasoning_gym?
+"""Does one recipe with the same settings teach a real pretrained model several tasks of reasoning_gym?
 
 SmolLM2-135M-Instruct (`make smollm2` converts its weights) and `experiment=smollm2` with nothing changed but the task,
 half of its prompts a step, and fewer steps. The score is that of the held-out prompts, answered greedily; the value of
@@ -27,7 +27,6 @@ TASKS = {
     "basic_arithmetic": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "instruction": "Answer:"},
     "chain_sum": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1, "instruction": ""},
     "gcd": {"min_value": 2, "max_value": 30, "instruction": "Answer:"},
-    "lcm": {"min_value": 2, "max_value": 12, "instruction": "Answer:"},
     "products": {"min_digits": 1, "max_digits": 2, "instruction": "Answer:"},
 }
 """Datasets of the package with options that leave a model of this size something to reach."""
