@@ -63,7 +63,8 @@ def main() -> int:
             for arm in found:
                 found[arm].append(measured(experiment, arm, steps, arguments.seed, Path(folder)))
                 print(f"{arm}: {found[arm][-1]:.1f} answers/s", file=sys.stderr, flush=True)
-    params = {"experiment": experiment, "steps": steps, "answers": EXPERIMENTS[experiment][0], "words": list(WORDS),
+    params = {"experiment": experiment, "steps": steps, "answers": EXPERIMENTS[experiment][0],
+              "words": [*EXPERIMENTS[experiment][1], *WORDS],
               **{f"answers_per_s_{arm}": values for arm, values in found.items()}}
     lines = []
     for arm in (arm for arm in found if arm != "one"):

@@ -32,7 +32,7 @@ TASKS = {
 """Datasets of the package with options that leave a model of this size something to reach."""
 FORM = ("data.apply_chat_template=false", "rollout.train.sampling.max_new_tokens=8",
         'rollout.train.sampling.stop=["\n"]')
-"""That of the experiment, which another task does not take over."""
+"""The form of the experiment's answers, which another task does not take over."""
 NUM_EVAL, NUM_CURVE = 100, 3
 """Held-out prompts, and evaluations after the first."""
 
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def words(task: str, steps: int) -> list[str]:
-    """What is changed of the experiment."""
+    """The words of a run: the experiment, and what is changed of it."""
     return [
         "experiment=smollm2", f"env.name=reasoning_gym.{task}",
         *(f"env.options.{name}={json.dumps(value)}" for name, value in TASKS[task].items()),

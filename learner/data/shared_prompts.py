@@ -89,8 +89,8 @@ def _with_stems(families: Sequence[Family], tokens: Mapping[int, np.ndarray]) ->
 
 
 @dataclass(slots=True)
-class _Run:
-    """Neighbors in a sorted list that have `num_tokens` in common, and those among them with more that save most."""
+class _Neighbors:
+    """Those in a sorted list that have `num_tokens` in common, and those among them with more that save most."""
 
     num_tokens: int
     start: int
@@ -107,25 +107,25 @@ def common_beginnings(beginnings: Mapping[T, np.ndarray]) -> list[tuple[int, lis
     """Numbers of leading tokens, of at least LEAST_STEM_TOKENS, and who has them in common; none is named twice.
 
     Of those who have a beginning in common, and some of them a longer one, the beginnings are taken that save more.
-    In sorted order those with a common beginning are neighbors, so that one walk over them finds all runs.
+    In sorted order those with a common beginning are neighbors, so that one walk finds them all.
     """
     order = sorted(beginnings, key=lambda one: beginnings[one].astype(">u8").tobytes())
     common = [_common(beginnings, pair) for pair in pairwise(order)]
     found: list[tuple[int, int, int]] = []
-    runs: list[_Run] = []  # that are not at their end, each with more tokens than the one before
+    unfinished: list[_Neighbors] = []  # each with more tokens than the one before
     for place, num in enumerate([*common, 0]):
-        closed = _Run(num, place)
-        while runs and runs[-1].num_tokens > num:
-            last = runs.pop()
+        closed = _Neighbors(num, place)
+        while unfinished and unfinished[-1].num_tokens > num:
+            last = unfinished.pop()
             best, num_saved = last.closed(place)
-            around = runs[-1] if runs and runs[-1].num_tokens >= num else closed
+            around = unfinished[-1] if unfinished and unfinished[-1].num_tokens >= num else closed
             around.best += best
             around.num_saved += num_saved
             closed.start = last.start
         if num < LEAST_STEM_TOKENS:
             found += closed.best
-        elif not runs or runs[-1].num_tokens < num:
-            runs.append(closed)
+        elif not unfinished or unfinished[-1].num_tokens < num:
+            unfinished.append(closed)
     return [(num, order[first : last + 1]) for num, first, last in found]
 
 

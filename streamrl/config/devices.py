@@ -11,7 +11,7 @@ from streamrl.gpus import Placement, place
 CANDIDATE_BYTES = 116
 """Bytes that vLLM 0.32 holds for an id that a token might have been, with its log-prob: Python numbers in lists."""
 NUM_MORE_CANDIDATES = 17
-"""Of each token: the engine asks for 16 more than may be left, for ties, and gets the drawn one besides."""
+"""Ids of each token beyond those that may be left: the engine asks for 16 more, for ties, and gets the drawn one."""
 MAX_CANDIDATE_BYTES = 8 << 30
 """The most that such ids may take in one actor."""
 

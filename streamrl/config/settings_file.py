@@ -127,7 +127,7 @@ def given_values(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def lost_of_recipe(recipe: Mapping[str, Any], experiment: Mapping[str, Any], given: Mapping[str, str]) -> list[str]:
-    """What the recipe sets, as `key=value`, and the experiment sets otherwise, if no override does."""
+    """Settings of the recipe, as `key=value`, that the experiment sets otherwise and no override gives."""
     own, others = _dotted(recipe), _dotted(experiment)
     return [
         f"{key}={json.dumps(value, default=list)}" for key, value in own.items()
