@@ -8,6 +8,7 @@
                2.30.3 or later); nothing moves in a world of one, so these are costs of the calls
     shapes     attention of shapes that were never seen, with and without cuDNN, which builds a plan for each
     attention  one layer over a packed row, in padded blocks and without padding
+    shared     passes over answers to one prompt, where the prompt is packed once and where it is packed for each answer
     head       log-probs and entropies of the output layer, forward and backward, against its matrix products
     lagzero    log-probs that an actor sampled with against the learner's for the same weights and tokens
     install    pause and whole install of the native engine under running sequences, of a document on the device and of
@@ -16,6 +17,7 @@
                shared memory, against one copy to the host
     quickstart the quickstart launched on one shared GPU, by shm and by ipc
     realsize   5 steps of a 0.6B model, launched: where the time of a step goes
+    groups     the same model: 64 answers to 64 prompts beside 64 answers to 8
 
 Run: bench/gpu.sh [--quick], or python -m bench.gpu --only ipc [--quick]. With --dry-run every section does its work on
 the CPU with small shapes and no goals, to find wrong imports and arguments; its numbers mean nothing and are not kept.
@@ -43,8 +45,8 @@ if DRY_RUN:  # before the sections are imported, here and in the processes that 
     os.environ["STREAMRL_BENCH_DRY_RUN"] = tempfile.mkdtemp(prefix="gpu-dry-run-")
 DEVICE = torch.device("cpu" if DRY_RUN else "cuda")
 SECTIONS = (
-    "ceilings", "fold", "ipc", "nccl", "shapes", "attention", "head", "lagzero", "install", "fsdp2", "quickstart",
-    "realsize",
+    "ceilings", "fold", "ipc", "nccl", "shapes", "attention", "shared", "head", "lagzero", "install", "fsdp2",
+    "quickstart", "realsize", "groups",
 )
 LAST_STEP = (
     "throughput/generate_tokens_per_s", "throughput/train_tokens_per_s", "drift/mismatch", "lag/token_mean",
@@ -218,6 +220,23 @@ def attention(args: argparse.Namespace, floors: Floors) -> list[dict]:
     ]
 
 
+def shared(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench.gpu_learner import measure_shared_prompts
+
+    lines = []
+    for case in ("new", "alike", "alike_single"):
+        for least, most in ((8, 32),) if args.quick or DRY_RUN else ((8, 32), (128, 512)):
+            found = measure_shared_prompts(SHAPES[0], case, (least, most), args.repeats)
+            params = {
+                "model": SHAPES[0], "case": case, "answer_tokens": [least, most], "tokens": found.num_tokens,
+                "packed_tokens": found.packed, "pass_ms": found.pass_ms, "peak_bytes": found.peak_bytes,
+                "attention": found.attention, "recomputes_layers": True, "dtype": "bfloat16", "quick": args.quick,
+            }
+            ratios = [x / y for x, y in zip(found.pass_ms["alone"], found.pass_ms["prompts"], strict=True)]
+            lines.append(record(f"gpu.shared.{case}_{most}", statistics.median(ratios), "x", "higher", ratios, params))
+    return lines
+
+
 def head(args: argparse.Namespace, floors: Floors) -> list[dict]:
     from bench.gpu_learner import measure_head
 
@@ -311,6 +330,18 @@ def realsize(args: argparse.Namespace, floors: Floors) -> list[dict]:
     with tempfile.TemporaryDirectory(dir=large_folder()) as folder:
         model = make_model(Path(folder) / "model", SHAPES[0])
         return _launched(f"realsize_{SHAPES[0]}", real_size_words(model, 5))
+
+
+def groups(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench.gpu_runs import make_model, real_size_words
+    from bench.gpu_shapes import large_folder
+
+    with tempfile.TemporaryDirectory(dir=large_folder()) as folder:
+        model = make_model(Path(folder) / "model", SHAPES[0])
+        words = [*real_size_words(model, 8), "algorithm=single_rollout", "eval.num_samples=0"]
+        return [line for size in (8, 1) for line in _launched(f"groups_of_{size}", [
+            *words, f"rollout.num_prompts_per_step={64 // size}", f"rollout.num_responses_per_prompt={size}",
+        ])]
 
 
 def _launched(name: str, words: list[str]) -> list[dict]:

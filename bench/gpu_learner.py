@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,9 @@ from actors.engines.base import GenerateRequest
 from actors.engines.native.engine import NativeEngine
 from actors.engines.native.weight_sets import checkpoint_tensors
 from bench.gpu_shapes import DEVICE, DRY, SHAPES, Packed, free_device_memory, large_folder, mixed_lengths, random_model
+from bench.shared_prompts import ARMS, CASES, packed, trajectories
 from learner.data.layout import make_layout
+from learner.data.packing import MicroBatch
 from learner.model.attention.choice import ATTENTIONS, choose_attention, why_not
 from learner.model.attention.packed import registered
 from learner.model.gradients import optimizer_step
@@ -161,6 +163,57 @@ def _plain_logprobs(model: torch.nn.Module, tokens: torch.Tensor, count: int) ->
         hidden = model.model(tokens).last_hidden_state[:, -count - 1 : -1].float()
         logprobs = torch.log_softmax(hidden @ model.get_output_embeddings().weight.float().T, dim=-1)
     return logprobs.gather(-1, tokens[:, -count:, None])[..., 0].cpu()
+
+
+# --- prompts that answers share ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Of each arm of bench.shared_prompts: milliseconds of forward and backward, packed tokens, most bytes in use."""
+
+    num_tokens: int  # of the trajectories, prompts counted for every answer
+    attention: str
+    pass_ms: dict[str, list[float]]
+    packed: dict[str, int]
+    peak_bytes: dict[str, int]
+
+
+def measure_shared_prompts(shape: str, case: str, answer_tokens: tuple[int, int], repeats: int) -> SharedPrompts:
+    """The arms of a case alternate; the layers are computed again in the backward pass, as a run of this size does."""
+    size, num_alike = CASES[case]
+    num_answers, prompt_tokens, max_tokens = (16, 288, 4096) if DRY else (64, 512, 16_384)
+    rows = trajectories(num_answers // size, 0, size=size, num_alike=num_alike, prompt_tokens=prompt_tokens,
+                        answer_tokens=answer_tokens)
+    if DRY:
+        rows = [replace(row, prompt_ids=row.prompt_ids % 512, token_ids=row.token_ids % 512) for row in rows]
+    arms = {arm: [one.to(torch.device(DEVICE)) for one in packed(rows, arm, max_tokens)] for arm in ARMS}
+    ranks = Ranks.start(DEVICE, sharded=True)
+    with tempfile.TemporaryDirectory(dir=large_folder()) as folder:
+        random_model(shape).save_pretrained(folder)
+        free_device_memory()
+        attention = choose_attention("auto", device=torch.device(DEVICE), dtype=torch.bfloat16)
+        policy = load_policy(folder, dtype=torch.bfloat16, gradient_checkpointing=True, ranks=ranks,
+                             attention=attention, share_prompts=True)
+    pass_ms: dict[str, list[float]] = {arm: [] for arm in arms}
+    peaks = {}
+    for turn in range(repeats + 2):
+        for arm, batches in arms.items():
+            policy.zero_grad()
+            if not DRY:
+                torch.cuda.reset_peak_memory_stats()
+            taken = seconds(lambda batches=batches: [_pass(policy, one) for one in batches])
+            peaks[arm] = 0 if DRY else torch.cuda.max_memory_allocated()
+            if turn > 1:
+                pass_ms[arm].append(1000 * taken)
+    ranks.close()
+    return SharedPrompts(sum(row.num_tokens for row in rows), attention, pass_ms,
+                         {arm: sum(one.num_tokens for one in batches) for arm, batches in arms.items()}, peaks)
+
+
+def _pass(policy: Policy, one: MicroBatch) -> None:
+    logprobs, _ = policy(one.tokens, one.positions, one.packing, one.score_index, one.targets, one.temperatures)
+    logprobs.sum().backward()
 
 
 # --- FSDP2 --------------------------------------------------------------------------------------------------------

@@ -39,15 +39,18 @@ CASES = {"new": (GROUP, 0), "alike": (GROUP, NUM_ALIKE), "alike_single": (1, NUM
 """Answers to a prompt, and leading tokens that all prompts have."""
 
 
-def trajectories(num_prompts: int, seed: int, *, size: int, num_alike: int) -> list[Trajectory]:
-    """Groups of one turn; each answer has from LEAST to MOST tokens."""
+def trajectories(
+    num_prompts: int, seed: int, *, size: int, num_alike: int, prompt_tokens: int = PROMPT,
+    answer_tokens: tuple[int, int] = (LEAST, MOST),
+) -> list[Trajectory]:
+    """Groups of one turn; each answer has from the least to the most tokens."""
     rng, made = np.random.default_rng(seed), []
     opening = rng.integers(0, SIZES["vocab_size"], num_alike, dtype=np.int32)
     for group in range(num_prompts):
-        own = rng.integers(0, SIZES["vocab_size"], PROMPT - num_alike, dtype=np.int32)
+        own = rng.integers(0, SIZES["vocab_size"], prompt_tokens - num_alike, dtype=np.int32)
         prompt = np.concatenate([opening, own])
         for index in range(size):
-            length = int(rng.integers(LEAST, MOST + 1))
+            length = int(rng.integers(answer_tokens[0], answer_tokens[1] + 1))
             rewards = np.zeros(length, dtype=np.float32)
             made.append(Trajectory(
                 group_id=group, index=index, prompt_ids=prompt,
@@ -59,13 +62,13 @@ def trajectories(num_prompts: int, seed: int, *, size: int, num_alike: int) -> l
     return made
 
 
-def packed(rows: list[Trajectory], arm: str) -> list[MicroBatch]:
+def packed(rows: list[Trajectory], arm: str, max_tokens: int = 4096) -> list[MicroBatch]:
     """The micro-batches of an arm."""
     share, stems = ARMS[arm]
     least = shared_prompts.LEAST_STEM_TOKENS
     shared_prompts.LEAST_STEM_TOKENS = least if stems else 1 << 30
     try:
-        return pack(rows, 4096, share=share)
+        return pack(rows, max_tokens, share=share)
     finally:
         shared_prompts.LEAST_STEM_TOKENS = least
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-WHOLE_RUNS = ("quickstart", "realsize")
+WHOLE_RUNS = ("quickstart", "realsize", "groups")
 SECTIONS = {
-    "ceilings": 5, "fold": 1, "ipc": 2, "nccl": 3, "shapes": 2, "attention": 1, "head": 1, "lagzero": 1, "install": 6,
-    "fsdp2": 3,
+    "ceilings": 5, "fold": 1, "ipc": 2, "nccl": 3, "shapes": 2, "attention": 1, "shared": 3, "head": 1, "lagzero": 1,
+    "install": 6, "fsdp2": 3,
 }
 """Lines of each; the sections that launch runs are tried by hand: `bench/gpu.sh --dry-run`."""
 
