@@ -221,16 +221,17 @@ def attention(args: argparse.Namespace, floors: Floors) -> list[dict]:
 
 
 def shared(args: argparse.Namespace, floors: Floors) -> list[dict]:
-    from bench.gpu_learner import measure_shared_prompts
+    from bench.gpu_learner import measure_shared_prompts, policy_of_shared_prompts
 
-    lines = []
-    for case in ("new", "alike", "alike_single"):
-        for least, most in ((8, 32),) if args.quick or DRY_RUN else ((8, 32), (128, 512)):
-            found = measure_shared_prompts(SHAPES[0], case, (least, most), args.repeats)
+    lines, shape = [], args.shapes[0]
+    cases = [("new", (8, 32)), ("alike", (8, 32)), ("alike_single", (8, 32)), ("new", (128, 512))]
+    with policy_of_shared_prompts(shape) as (policy, attention):
+        for case, (least, most) in cases[:3] if args.quick or DRY_RUN else cases:
+            found = measure_shared_prompts(policy, case, (least, most), args.repeats)
             params = {
-                "model": SHAPES[0], "case": case, "answer_tokens": [least, most], "tokens": found.num_tokens,
+                "model": shape, "case": case, "answer_tokens": [least, most], "tokens": found.num_tokens,
                 "packed_tokens": found.packed, "pass_ms": found.pass_ms, "peak_bytes": found.peak_bytes,
-                "attention": found.attention, "recomputes_layers": True, "dtype": "bfloat16", "quick": args.quick,
+                "attention": attention, "recomputes_layers": True, "dtype": "bfloat16", "quick": args.quick,
             }
             ratios = [x / y for x, y in zip(found.pass_ms["alone"], found.pass_ms["prompts"], strict=True)]
             lines.append(record(f"gpu.shared.{case}_{most}", statistics.median(ratios), "x", "higher", ratios, params))
@@ -252,10 +253,10 @@ def lagzero(args: argparse.Namespace, floors: Floors) -> list[dict]:
     from bench.gpu_learner import measure_lag_zero
 
     sequences, tokens = (2, 8) if DRY_RUN else (16, 128)
-    found = measure_lag_zero(SHAPES[0], sequences, tokens, args.seed)
+    found = measure_lag_zero(args.shapes[0], sequences, tokens, args.seed)
     between = found.actor_to_learner
     params = {
-        "model": SHAPES[0], "tokens": len(between), "p99": sorted(between)[99 * len(between) // 100],
+        "model": args.shapes[0], "tokens": len(between), "p99": sorted(between)[99 * len(between) // 100],
         "largest": max(between), "dtype": "bfloat16",
         "actor_to_float32": statistics.fmean(found.actor), "learner_to_float32": statistics.fmean(found.learner),
     }
@@ -269,7 +270,7 @@ def install(args: argparse.Namespace, floors: Floors) -> list[dict]:
     from bench import gpu_paths
 
     lines = []
-    for shape in SHAPES[:1] if args.quick else SHAPES:
+    for shape in args.shapes[:1] if args.quick else args.shapes:
         for running, on_host in ((8, False),) if args.quick else ((0, False), (64, False), (64, True)):
             count = min(running, 2) if DRY_RUN else running
             found = gpu_paths.measure_installs(shape, count, args.repeats, args.seed, on_host=on_host)
@@ -296,7 +297,7 @@ def fsdp2(args: argparse.Namespace, floors: Floors) -> list[dict]:
     from bench.gpu_learner import measure_fsdp2
 
     lines = []
-    for shape in SHAPES[:1] if args.quick else SHAPES:
+    for shape in args.shapes[:1] if args.quick else args.shapes:
         num_tokens = 128 if DRY_RUN else 4096 if args.quick else 16_384
         found = measure_fsdp2(shape, num_tokens, args.repeats, args.seed)
         flops = 6 * found.num_parameters * found.num_tokens  # forward and backward, attention left out
@@ -328,8 +329,8 @@ def realsize(args: argparse.Namespace, floors: Floors) -> list[dict]:
     from bench.gpu_shapes import large_folder
 
     with tempfile.TemporaryDirectory(dir=large_folder()) as folder:
-        model = make_model(Path(folder) / "model", SHAPES[0])
-        return _launched(f"realsize_{SHAPES[0]}", real_size_words(model, 5))
+        model = make_model(Path(folder) / "model", args.shapes[0])
+        return _launched(f"realsize_{args.shapes[0]}", real_size_words(model, 5))
 
 
 def groups(args: argparse.Namespace, floors: Floors) -> list[dict]:
@@ -337,8 +338,9 @@ def groups(args: argparse.Namespace, floors: Floors) -> list[dict]:
     from bench.gpu_shapes import large_folder
 
     with tempfile.TemporaryDirectory(dir=large_folder()) as folder:
-        model = make_model(Path(folder) / "model", SHAPES[0])
-        words = [*real_size_words(model, 8), "algorithm=single_rollout", "eval.num_samples=0"]
+        model = make_model(Path(folder) / "model", args.shapes[0])
+        words = [*real_size_words(model, 8), "algorithm=single_rollout", "eval.num_samples=0",
+                 "rollout.train.sampling.max_new_tokens=256"]
         return [line for size in (8, 1) for line in _launched(f"groups_of_{size}", [
             *words, f"rollout.num_prompts_per_step={64 // size}", f"rollout.num_responses_per_prompt={size}",
         ])]
@@ -346,9 +348,10 @@ def groups(args: argparse.Namespace, floors: Floors) -> list[dict]:
 
 def _launched(name: str, words: list[str]) -> list[dict]:
     from bench import gpu_runs
+    from bench.gpu_shapes import large_folder
 
     out = Path(os.environ.get("OUT") or tempfile.gettempdir())
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=large_folder()) as folder:
         try:
             found = gpu_runs.launch(words, Path(folder) / "run", out / f"{name}.launch.log")
         finally:
@@ -370,6 +373,7 @@ def main() -> int:
     parser = shared_arguments(__doc__.splitlines()[0])
     parser.add_argument("--only", choices=SECTIONS, action="append", help="this section; may be repeated")
     parser.add_argument("--bucket-bytes", type=int, default=256 << 20)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="models of the sections that measure several")
     parser.add_argument("--dry-run", action="store_true", help="small shapes on the CPU; nothing is recorded")
     args = parser.parse_args()
     if not DRY_RUN and not torch.cuda.is_available():

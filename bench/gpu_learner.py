@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -173,14 +174,29 @@ class SharedPrompts:
     """Of each arm of bench.shared_prompts: milliseconds of forward and backward, packed tokens, most bytes in use."""
 
     num_tokens: int  # of the trajectories, prompts counted for every answer
-    attention: str
     pass_ms: dict[str, list[float]]
     packed: dict[str, int]
     peak_bytes: dict[str, int]
 
 
-def measure_shared_prompts(shape: str, case: str, answer_tokens: tuple[int, int], repeats: int) -> SharedPrompts:
-    """The arms of a case alternate; the layers are computed again in the backward pass, as a run of this size does."""
+@contextlib.contextmanager
+def policy_of_shared_prompts(shape: str) -> Iterator[tuple[Policy, str]]:
+    """One sharded rank that computes its layers again in the backward pass, and the kernel of its attention."""
+    ranks, device = Ranks.start(DEVICE, sharded=True), torch.device(DEVICE)
+    attention = choose_attention("auto", device=device, dtype=torch.bfloat16)
+    with tempfile.TemporaryDirectory(dir=large_folder()) as folder:
+        random_model(shape).save_pretrained(folder)
+        free_device_memory()
+        policy = load_policy(
+            folder, dtype=torch.bfloat16, gradient_checkpointing=True, ranks=ranks, attention=attention,
+            share_prompts=True,
+        )
+    yield policy, attention
+    ranks.close()
+
+
+def measure_shared_prompts(policy: Policy, case: str, answer_tokens: tuple[int, int], repeats: int) -> SharedPrompts:
+    """The arms of a case alternate. Prompts have 512 tokens, 64 answers are in a batch."""
     size, num_alike = CASES[case]
     num_answers, prompt_tokens, max_tokens = (16, 288, 4096) if DRY else (64, 512, 16_384)
     rows = trajectories(num_answers // size, 0, size=size, num_alike=num_alike, prompt_tokens=prompt_tokens,
@@ -188,13 +204,6 @@ def measure_shared_prompts(shape: str, case: str, answer_tokens: tuple[int, int]
     if DRY:
         rows = [replace(row, prompt_ids=row.prompt_ids % 512, token_ids=row.token_ids % 512) for row in rows]
     arms = {arm: [one.to(torch.device(DEVICE)) for one in packed(rows, arm, max_tokens)] for arm in ARMS}
-    ranks = Ranks.start(DEVICE, sharded=True)
-    with tempfile.TemporaryDirectory(dir=large_folder()) as folder:
-        random_model(shape).save_pretrained(folder)
-        free_device_memory()
-        attention = choose_attention("auto", device=torch.device(DEVICE), dtype=torch.bfloat16)
-        policy = load_policy(folder, dtype=torch.bfloat16, gradient_checkpointing=True, ranks=ranks,
-                             attention=attention, share_prompts=True)
     pass_ms: dict[str, list[float]] = {arm: [] for arm in arms}
     peaks = {}
     for turn in range(repeats + 2):
@@ -206,8 +215,7 @@ def measure_shared_prompts(shape: str, case: str, answer_tokens: tuple[int, int]
             peaks[arm] = 0 if DRY else torch.cuda.max_memory_allocated()
             if turn > 1:
                 pass_ms[arm].append(1000 * taken)
-    ranks.close()
-    return SharedPrompts(sum(row.num_tokens for row in rows), attention, pass_ms,
+    return SharedPrompts(sum(row.num_tokens for row in rows), pass_ms,
                          {arm: sum(one.num_tokens for one in batches) for arm, batches in arms.items()}, peaks)
 
 
