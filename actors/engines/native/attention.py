@@ -4,11 +4,11 @@ The cache is one tensor a layer, one row a slot; on a CPU it takes memory as its
 to the n running sequences, so a decode step reads a plain slice. Values behind a row's length are left over from
 earlier sequences; masks keep them out.
 
-A forward pass is packed: one row of tokens, first the next token of every running sequence, then whole prompts. All of
-a decoder layer but attention works token by token, so any architecture that calls its attention through transformers'
-interface works unchanged. A `PassView`, passed through the model as `slot_view`, knows which tokens belong
-together. What a layer hides beside later tokens (a window, chunks) comes from the model's own mask rule
-(`streamrl.architectures.masks`).
+A forward pass is packed: one row of tokens, first the next token of every running sequence, then whole prompts; prompts
+of one length that follow each other attend in one call. All of a decoder layer but attention works token by token, so
+any architecture that calls its attention through transformers' interface works unchanged. A `PassView`, passed through
+the model as `slot_view`, knows which tokens belong together. What a layer hides beside later tokens (a window, chunks)
+comes from the model's own mask rule (`streamrl.architectures.masks`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -78,12 +79,16 @@ class SlotCache:
         lanes = torch.arange(positions.shape[0] * kv_heads, device=positions.device)
         return lanes.mul_(self.max_tokens).add_(positions.repeat_interleave(kv_heads))
 
-    def put_prompt(self, layer: int, rows: Sequence[int], key: Tensor, value: Tensor) -> None:
-        """Store the same in these rows, ascending, from their start; key and value [kv_heads, tokens, dim]."""
-        beside = rows[-1] - rows[0] + 1 == len(rows)  # as the members of a group are that begin together
-        where = slice(rows[0], rows[-1] + 1) if beside else list(rows)
-        self.keys[layer][where, :, : key.shape[1]] = key
-        self.values[layer][where, :, : key.shape[1]] = value
+    def put_prompts(self, layer: int, rows: Sequence[Sequence[int]], key: Tensor, value: Tensor) -> None:
+        """Store each prompt in its rows, from their start; key and value [prompts, kv_heads, tokens, dim]."""
+        for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
+            places = cache[:, :, : new.shape[2]]
+            if all(len(own) == 1 for own in rows):
+                written = [own[0] for own in rows]
+                places[_index(written)] = new
+                continue
+            for own, one in zip(rows, new, strict=True):
+                places[_index(own)] = one
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
         """Copy the first `num_tokens` of some rows into others, none of which is a source."""
@@ -100,6 +105,12 @@ class SlotCache:
             for row, length in enumerate(lengths):
                 tensor[row, :, length:] = 0
             tensor[len(lengths) :] = 0
+
+
+def _index(rows: Sequence[int]) -> slice | list[int]:
+    """A slice where rows are beside each other, as those are that begin together: it is the faster index."""
+    beside = all(row == rows[0] + place for place, row in enumerate(rows))
+    return slice(rows[0], rows[-1] + 1) if beside else list(rows)
 
 
 def slot_attention(
@@ -138,7 +149,8 @@ class PassView:
     def __init__(self, cache: SlotCache | None, positions: Tensor, span: int, prompts: Sequence[Prompt]) -> None:
         """positions [n]: cache places of the decode tokens; span: cached places that they attend to."""
         self.shapes: list[LayerShape] = []  # what each attention call of the pass stores per token, in their order
-        self._cache, self._positions, self._span, self._prompts = cache, positions, span, prompts
+        self._cache, self._positions, self._span = cache, positions, span
+        self._batches = [list(alike) for _, alike in groupby(prompts, key=lambda prompt: len(prompt.ids))]
         self._masks: dict[MaskRule, Tensor] = {}
         self._indices: dict[int, Tensor] = {}
 
@@ -154,9 +166,9 @@ class PassView:
         start, parts = self._positions.shape[0], []
         if start:
             parts.append(self._decode(call, query[:start], key[:start], value[:start], rule, options))
-        for prompt in self._prompts:
-            end = start + len(prompt.ids)
-            parts.append(self._read(call, prompt, query[start:end], key[start:end], value[start:end], rule, options))
+        for batch in self._batches:
+            end = start + len(batch) * len(batch[0].ids)
+            parts.append(self._read(call, batch, query[start:end], key[start:end], value[start:end], rule, options))
             start = end
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
@@ -178,16 +190,18 @@ class PassView:
         return out.reshape(n, query.shape[1], -1)
 
     def _read(
-        self, call: int, prompt: Prompt, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule,
+        self, call: int, prompts: Sequence[Prompt], query: Tensor, key: Tensor, value: Tensor, rule: MaskRule,
         options: Mapping[str, Any],
     ) -> Tensor:  # fmt: skip
-        """Store a prompt; each of its tokens attends to those before it and to itself."""
-        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-        if prompt.rows:
-            self._cache.put_prompt(call, prompt.rows, key, value)
-        length = len(prompt.ids)
+        """Store prompts of one length; each of their tokens attends to those before it in its prompt and to itself."""
+        length = len(prompts[0].ids)
+        query, key, value = (
+            tensor.unflatten(0, (len(prompts), length)).transpose(1, 2) for tensor in (query, key, value)
+        )
+        if prompts[0].rows:
+            self._cache.put_prompts(call, [prompt.rows for prompt in prompts], key, value)
         mask = None if rule.is_causal(length) else rule.square(length, query.device)
-        return attend(query[None], key[None], value[None], mask=mask, **options)[0].transpose(0, 1)
+        return attend(query, key, value, mask=mask, **options).transpose(1, 2).flatten(0, 1)
 
     def _mask(self, rule: MaskRule, dtype: torch.dtype) -> Tensor:
         """Additive [n, 1, 1, span]; additive because a boolean one would be converted in every layer."""

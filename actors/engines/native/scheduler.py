@@ -167,7 +167,8 @@ class Scheduler:
                     break
                 fresh[first.key] = None
             joined.append(self.waiting.popleft())
-        return joined, list(fresh)
+        joined.sort(key=lambda sequence: len(sequence.prompt))  # prompts of one length are read together, into rows
+        return joined, sorted(fresh, key=lambda key: len(key[1]))  # beside each other
 
     def _seat(self, sequence: Sequence, row: int) -> None:
         """Give a row; copy the prompt's cache if a running sibling has it."""

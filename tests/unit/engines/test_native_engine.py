@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engines.base import VersionSpan
+from actors.engines.native import attention as native_attention
 from actors.engines.native.attention import ATTENTION_NAME, Prompt
 from actors.engines.native.engine import NativeEngine, build_model
 from actors.engines.native.forward import Forward
@@ -192,6 +193,32 @@ def test_members_of_a_group_read_their_prompt_once():
             done = await asyncio.gather(*tasks)
             assert engine.stats().prefill_tokens_total == len(prompt)
         for generation in done:
+            expected = truth_logprobs(model, prompt, generation.token_ids)
+            torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+    run(work)
+
+
+@MODELS
+def test_prompts_of_one_length_attend_in_one_call_and_give_what_each_gives_alone(make, monkeypatch):
+    model, calls, attend = make(), [], native_attention.attend
+    # Of 15 tokens: a group of two, one alone, a group of two; of 19 in the middle: one alone.
+    prompts = [prompt_of(15, seed=n) for n in (0, 0, 1)] + [prompt_of(19)] + [prompt_of(15, seed=n) for n in (2, 2)]
+
+    def counted(query, *rest, **options):
+        calls.append(query.shape)
+        return attend(query, *rest, **options)
+
+    async def work():
+        async with engine_for(model, max_num_seqs=8, install=False) as engine:
+            tasks = [asyncio.create_task(engine.generate(request(p, 12, seed=n))) for n, p in enumerate(prompts)]
+            await until(lambda: engine.stats().waiting == len(prompts))
+            monkeypatch.setattr(native_attention, "attend", counted)
+            await engine.install(document(model), V1)
+            done = await asyncio.gather(*tasks)
+        num_layers = model.config.num_hidden_layers
+        assert [(shape[0], shape[2]) for shape in calls[: 2 * num_layers]] == [(3, 15), (1, 19)] * num_layers
+        for prompt, generation in zip(prompts, done, strict=True):
             expected = truth_logprobs(model, prompt, generation.token_ids)
             torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-5, rtol=1e-5)
 

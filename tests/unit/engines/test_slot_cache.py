@@ -16,7 +16,7 @@ def test_rows_take_memory_when_they_are_written_and_not_before() -> None:
     cache = SlotCache([LayerShape(4, 64, 64)] * 4, slots=64, max_tokens=4096, dtype=torch.float32, device=CPU)
     assert cache.nbytes == 2**31
     assert process.memory_info().rss - before < 2**27
-    cache.put_prompt(3, [0, 1], torch.ones(4, 512, 64), torch.full((4, 512, 64), 2.0))
+    cache.put_prompts(3, [[0, 1]], torch.ones(1, 4, 512, 64), torch.full((1, 4, 512, 64), 2.0))
     assert cache.keys[3][1, 2, 511].unique().tolist() == [1.0] and cache.values[3][0, 0, 0].unique().tolist() == [2.0]
     assert cache.keys[3][1, 2, 512:].count_nonzero() == 0 and cache.keys[3][2].count_nonzero() == 0
 
