@@ -94,9 +94,10 @@ class Forward:
             self.adapters.route(versions, [1] * n + [len(prompt.ids) for prompt in prompts])
         decode_positions, wanted = positions.to(self.device), None
         if prompts:
-            ids = torch.cat([ids, *(torch.tensor(prompt.ids) for prompt in prompts)])
-            positions = torch.cat([positions, *(torch.arange(len(prompt.ids)) for prompt in prompts)])
-            ends = torch.tensor([len(prompt.ids) for prompt in prompts]).cumsum(0) + (n - 1)
+            lengths = [len(prompt.ids) for prompt in prompts]
+            ids = torch.cat([ids, torch.tensor([token for prompt in prompts for token in prompt.ids])])
+            positions = torch.cat([positions, torch.tensor([place for size in lengths for place in range(size)])])
+            ends = torch.tensor(lengths).cumsum(0) + (n - 1)
             wanted = torch.cat([torch.arange(n), ends]).to(self.device)
         return self._call(ids, positions, PassView(self.cache, decode_positions, span, prompts), wanted)
 
