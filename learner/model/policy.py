@@ -293,7 +293,7 @@ def _recompute_layers(model: Any) -> None:
     """Recompute each layer's activations in the backward pass."""
     # transformers renamed it in 5.23; both names take the keyword arguments of torch's checkpoint
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    enable({"use_reentrant": False, "preserve_rng_state": False})  # nothing is drawn: there is no dropout
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True  # transformers recomputes in training mode only; its children stay without dropout

@@ -51,6 +51,23 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
+class PromptRows(NamedTuple):
+    """The cache rows of the prompts that are read together; made once a pass, for all layers."""
+
+    rows: slice | Tensor
+    sources: Tensor | None  # int64 [rows] the prompt of each; None: rows beside each other, as many for each prompt
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], device: torch.device) -> PromptRows:
+        """Of the rows of each prompt."""
+        flat = [row for own in rows for row in own]
+        beside = flat == list(range(flat[0], flat[0] + len(flat)))
+        if beside and all(len(own) == len(rows[0]) for own in rows):
+            return cls(slice(flat[0], flat[0] + len(flat)), None)
+        sources = [number for number, own in enumerate(rows) for _ in own]
+        return cls(torch.tensor(flat, device=device), torch.tensor(sources, device=device))
+
+
 class SlotCache:
     """keys[layer] is [slots, kv_heads, max_tokens, key_dim]; values[layer] the same with value_dim."""
 
@@ -79,16 +96,14 @@ class SlotCache:
         lanes = torch.arange(positions.shape[0] * kv_heads, device=positions.device)
         return lanes.mul_(self.max_tokens).add_(positions.repeat_interleave(kv_heads))
 
-    def put_prompts(self, layer: int, rows: Sequence[Sequence[int]], key: Tensor, value: Tensor) -> None:
-        """Store each prompt in its rows, from their start; key and value [prompts, kv_heads, tokens, dim]."""
+    def put_prompts(self, layer: int, where: PromptRows, key: Tensor, value: Tensor) -> None:
+        """Store prompts of one length from the start of their rows; key, value [prompts, kv_heads, tokens, dim]."""
         for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
             places = cache[:, :, : new.shape[2]]
-            if all(len(own) == 1 for own in rows):
-                written = [own[0] for own in rows]
-                places[_index(written)] = new
-                continue
-            for own, one in zip(rows, new, strict=True):
-                places[_index(own)] = one
+            if where.sources is None:
+                places[where.rows].unflatten(0, (len(new), -1)).copy_(new[:, None])
+            else:
+                places.index_copy_(0, where.rows, new.index_select(0, where.sources))
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
         """Copy the first `num_tokens` of some rows into others, none of which is a source."""
@@ -105,12 +120,6 @@ class SlotCache:
             for row, length in enumerate(lengths):
                 tensor[row, :, length:] = 0
             tensor[len(lengths) :] = 0
-
-
-def _index(rows: Sequence[int]) -> slice | list[int]:
-    """A slice where rows are beside each other, as those are that begin together: it is the faster index."""
-    beside = all(row == rows[0] + place for place, row in enumerate(rows))
-    return slice(rows[0], rows[-1] + 1) if beside else list(rows)
 
 
 def slot_attention(
@@ -150,9 +159,14 @@ class PassView:
         """positions [n]: cache places of the decode tokens; span: cached places that they attend to."""
         self.shapes: list[LayerShape] = []  # what each attention call of the pass stores per token, in their order
         self._cache, self._positions, self._span = cache, positions, span
-        self._batches = [list(alike) for _, alike in groupby(prompts, key=lambda prompt: len(prompt.ids))]
+        alike = [list(found) for _, found in groupby(prompts, key=lambda prompt: len(prompt.ids))]
+        self._batches = [(len(found), len(found[0].ids), self._rows_of(found)) for found in alike]
         self._masks: dict[MaskRule, Tensor] = {}
         self._indices: dict[int, Tensor] = {}
+
+    def _rows_of(self, prompts: Sequence[Prompt]) -> PromptRows | None:
+        rows = [prompt.rows for prompt in prompts]
+        return PromptRows.of(rows, self._positions.device) if any(rows) else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, options: Mapping[str, Any]) -> Tensor:
         """One attention call; a model makes the same calls in the same order in every pass, so each has its own cache.
@@ -166,9 +180,10 @@ class PassView:
         start, parts = self._positions.shape[0], []
         if start:
             parts.append(self._decode(call, query[:start], key[:start], value[:start], rule, options))
-        for batch in self._batches:
-            end = start + len(batch) * len(batch[0].ids)
-            parts.append(self._read(call, batch, query[start:end], key[start:end], value[start:end], rule, options))
+        for num_prompts, length, rows in self._batches:
+            end = start + num_prompts * length
+            whole = (tensor[start:end].unflatten(0, (num_prompts, length)) for tensor in (query, key, value))
+            parts.append(self._read(call, rows, *whole, rule, options))
             start = end
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
@@ -190,16 +205,14 @@ class PassView:
         return out.reshape(n, query.shape[1], -1)
 
     def _read(
-        self, call: int, prompts: Sequence[Prompt], query: Tensor, key: Tensor, value: Tensor, rule: MaskRule,
+        self, call: int, rows: PromptRows | None, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule,
         options: Mapping[str, Any],
     ) -> Tensor:  # fmt: skip
-        """Store prompts of one length; each of their tokens attends to those before it in its prompt and to itself."""
-        length = len(prompts[0].ids)
-        query, key, value = (
-            tensor.unflatten(0, (len(prompts), length)).transpose(1, 2) for tensor in (query, key, value)
-        )
-        if prompts[0].rows:
-            self._cache.put_prompts(call, [prompt.rows for prompt in prompts], key, value)
+        """Store prompts [prompts, length, heads, dim]; a token attends to those before it in its prompt and itself."""
+        length = query.shape[1]
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        if rows is not None:
+            self._cache.put_prompts(call, rows, key, value)
         mask = None if rule.is_causal(length) else rule.square(length, query.device)
         return attend(query, key, value, mask=mask, **options).transpose(1, 2).flatten(0, 1)
 

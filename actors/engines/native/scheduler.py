@@ -113,6 +113,7 @@ class Scheduler:
         """One forward pass: the next token of everything that runs, and the prompts of those that can join."""
         n = len(self.running)
         joined, fresh = self._take_waiting()
+        self._copy_siblings(joined)
         for row, sequence in enumerate(joined, n):
             self._seat(sequence, row)
         positions = torch.from_numpy(self._cached[:n].copy())
@@ -170,12 +171,16 @@ class Scheduler:
         joined.sort(key=lambda sequence: len(sequence.prompt))  # prompts of one length are read together, into rows
         return joined, sorted(fresh, key=lambda key: len(key[1]))  # beside each other
 
+    def _copy_siblings(self, joined: list[Sequence]) -> None:
+        """Copy the cache of a running sibling to the rows that these will get, where one has read their prompt."""
+        rows = enumerate(joined, len(self.running))
+        late = [(row, sequence) for row, sequence in rows if sequence.key in self._shared]
+        siblings = [self.running.index(next(iter(self._shared[sequence.key].members))) for _, sequence in late]
+        longest = max((len(sequence.prompt) for _, sequence in late), default=0)
+        self.forward.cache.copy_rows(siblings, [row for row, _ in late], longest)
+
     def _seat(self, sequence: Sequence, row: int) -> None:
-        """Give a row; copy the prompt's cache if a running sibling has it."""
-        shared = self._shared.get(sequence.key)
-        if shared is not None:
-            sibling = self.running.index(next(iter(shared.members)))
-            self.forward.cache.copy_rows([sibling], [row], len(sequence.prompt))
+        """Give a row."""
         self.running.append(sequence)
         self._plan = None
         sequence.mark(sequence.version or self.ref)

@@ -42,10 +42,24 @@ def attend_in_blocks(
 def gather(tokens: Tensor, sources: Tensor) -> Tensor:
     """[M, ...] of packed tokens [N, ...]: keys, of which many sequences may continue the same.
 
-    In half precision it goes through float32, in which the backward pass then adds up the gradients of a token.
+    The backward pass adds up the gradients of a token in float32 if they are in half precision.
     """
-    wide = tokens.float() if tokens.dtype in (torch.bfloat16, torch.float16) else tokens
-    return wide.index_select(0, sources).to(tokens.dtype)
+    return _Gather.apply(tokens, sources)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, sources: Tensor) -> Tensor:
+        ctx.save_for_backward(sources)
+        ctx.num_tokens = len(tokens)
+        return tokens.index_select(0, sources)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (sources,) = ctx.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        added = torch.zeros(ctx.num_tokens, *gradient.shape[1:], dtype=wide, device=gradient.device)
+        return added.index_add_(0, sources, gradient.to(wide)).to(gradient.dtype), None
 
 
 def _padded(tokens: Tensor, sources: Tensor | None, length: int) -> Tensor:

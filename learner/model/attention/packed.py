@@ -40,7 +40,7 @@ def packed_attention(
     packing = packing or rule.carried
     if packing is None:
         raise ValueError(f"{type(module).__name__} did not pass `packing` on to its attention: model is not supported")
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
     if packing.gather is not None:
         key, value = packing.gather(key), packing.gather(value)
     return attention(query, key, value, packing, rule, scaling=scaling, **extras)[None], None
@@ -82,7 +82,7 @@ def packed_states(decoder: Any, tokens: Tensor, positions: Tensor, packing: Pack
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing,
             # Ones, and not None: transformers would add to the rule what tells packed rows apart; it is about one row.
             attention_mask=torch.ones_like(tokens)[None],
-        ).last_hidden_state[0]
+        ).last_hidden_state.squeeze(0)
     return found if axis is None else gather(found, axis)[:num_tokens]
 
 

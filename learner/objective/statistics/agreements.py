@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import torch
 from torch import Tensor
 
 from learner.data.trajectories import Trajectory
@@ -41,7 +42,8 @@ class Agreements:
         places = tokens.micro.trajectory_ids
         differences = tokens.recorded_log_ratios.abs().double().sum(1)
         sums = differences, tokens.mask.sum(1), (tokens.lags * tokens.mask).amax(1)
-        for place, difference, num_tokens, lag in zip(places, *(one.tolist() for one in sums), strict=True):
+        on_host = torch.stack([one.double() for one in sums]).tolist()  # one transfer
+        for place, difference, num_tokens, lag in zip(places, *on_host, strict=True):
             if place not in self._measured:
                 self._measured.add(place)
                 self.add(self._rows[place], int(lag), int(num_tokens), difference)

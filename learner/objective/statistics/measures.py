@@ -42,8 +42,10 @@ def measure(meter: Meter, tokens: TokenBatch, terms: LossTerms, *, version: int,
                 meter.add_moments(key, *moments)
     removed = terms.masks.removed
     fresh = tokens.mask & ~removed["lag"] if "lag" in removed else tokens.mask
-    add_lags(meter, tokens.micro.versions, fresh, version)
-    _add_drift_by_lag(meter, tokens, fresh)
+    # Histograms are counted on the host: on a GPU each count and selection would wait for the device.
+    fresh, versions = fresh.cpu(), tokens.micro.versions.cpu()
+    add_lags(meter, versions, fresh, version)
+    _add_drift_by_lag(meter, tokens.lags.cpu()[fresh], tokens.log_ratios.cpu()[fresh])
     if tokens.micro.sets is not None:
         sizes = tokens.micro.sets.sizes
         meter.add("rollout/set_size", float(sizes.double().mean()), len(sizes))
@@ -91,9 +93,8 @@ def _sums(tokens: TokenBatch, terms: LossTerms, cap: float) -> dict[str, tuple[T
     return sums
 
 
-def _add_drift_by_lag(meter: Meter, tokens: TokenBatch, fresh: Tensor) -> None:
-    lags = tokens.lags[fresh]
-    squares = torch.bincount(lags, weights=tokens.log_ratios[fresh].double().square()).tolist()
+def _add_drift_by_lag(meter: Meter, lags: Tensor, log_ratios: Tensor) -> None:
+    squares = torch.bincount(lags, weights=log_ratios.double().square()).tolist()
     for lag, (count, square) in enumerate(zip(torch.bincount(lags).tolist(), squares, strict=True)):
         if count:
             meter.add_at("drift/m2_by_lag", lag, square / count, count)
