@@ -49,7 +49,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def measure_new_shapes(count: int) -> dict[str, list[float]]:
     """Milliseconds of a forward and a backward pass of blocks that were never seen, with and without cuDNN's plans."""
-    attend = torch.nn.functional.scaled_dot_product_attention
+    attend, before = torch.nn.functional.scaled_dot_product_attention, torch.backends.cuda.cudnn_sdp_enabled()
     heads, found = 2 if DRY else 16, {}
     for name, cudnn in (("default", True), ("without_cudnn", False)):
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
@@ -63,7 +63,7 @@ def measure_new_shapes(count: int) -> dict[str, list[float]]:
             found[name].append(1000 * seconds(
                 lambda q=q, k=k, v=v: attend(q, k, v, is_causal=True).sum().backward()
             ))
-    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cuda.enable_cudnn_sdp(before)
     return found
 
 
@@ -171,7 +171,7 @@ def _plain_logprobs(model: torch.nn.Module, tokens: torch.Tensor, count: int) ->
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Of each arm of bench.shared_prompts: milliseconds of forward and backward, packed tokens, most bytes in use."""
+    """Milliseconds of both passes, packed tokens and most bytes in use, of each arm of bench.shared_prompts."""
 
     num_tokens: int  # of the trajectories, prompts counted for every answer
     pass_ms: dict[str, list[float]]
@@ -191,8 +191,10 @@ def policy_of_shared_prompts(shape: str) -> Iterator[tuple[Policy, str]]:
             folder, dtype=torch.bfloat16, gradient_checkpointing=True, ranks=ranks, attention=attention,
             share_prompts=True,
         )
-    yield policy, attention
-    ranks.close()
+    try:
+        yield policy, attention
+    finally:
+        ranks.close()
 
 
 def measure_shared_prompts(policy: Policy, case: str, answer_tokens: tuple[int, int], repeats: int) -> SharedPrompts:

@@ -59,7 +59,7 @@ class PromptRows(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], device: torch.device) -> PromptRows:
-        """Of the rows of each prompt."""
+        """The rows of these prompts, as `SlotCache.put_prompts` takes them."""
         flat = [row for own in rows for row in own]
         beside = flat == list(range(flat[0], flat[0] + len(flat)))
         if beside and all(len(own) == len(rows[0]) for own in rows):

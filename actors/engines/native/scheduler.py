@@ -168,8 +168,9 @@ class Scheduler:
                     break
                 fresh[first.key] = None
             joined.append(self.waiting.popleft())
-        joined.sort(key=lambda sequence: len(sequence.prompt))  # prompts of one length are read together, into rows
-        return joined, sorted(fresh, key=lambda key: len(key[1]))  # beside each other
+        # By length: prompts of one length are read together, into rows that lie beside each other.
+        joined.sort(key=lambda sequence: len(sequence.prompt))
+        return joined, sorted(fresh, key=lambda key: len(key[1]))
 
     def _copy_siblings(self, joined: list[Sequence]) -> None:
         """Copy the cache of a running sibling to the rows that these will get, where one has read their prompt."""

@@ -225,6 +225,33 @@ def test_prompts_of_one_length_attend_in_one_call_and_give_what_each_gives_alone
     run(work)
 
 
+@MODELS
+def test_late_members_of_two_groups_join_in_one_pass_beside_a_prompt_that_is_new(make, monkeypatch):
+    model, copies, copy_rows = make(), [], native_attention.SlotCache.copy_rows
+    one, other, new = prompt_of(9, seed=1), prompt_of(21, seed=2), prompt_of(13, seed=3)
+    brief = [(prompt_of(5, seed=n), 8) for n in (4, 5, 6)]  # they end in one step, and three join in the next
+    jobs = [(one, 40), (other, 40), *brief, (other, 20), (new, 20), (one, 20)]
+
+    def counted(cache, sources, targets, num_tokens):
+        copies.append((list(sources), list(targets), num_tokens))
+        copy_rows(cache, sources, targets, num_tokens)
+
+    async def work():
+        async with engine_for(model, max_num_seqs=5, install=False) as engine:
+            monkeypatch.setattr(native_attention.SlotCache, "copy_rows", counted)
+            tasks = [asyncio.create_task(engine.generate(request(p, n, seed=i))) for i, (p, n) in enumerate(jobs)]
+            await until(lambda: engine.stats().waiting == len(jobs))
+            await engine.install(document(model), V1)
+            done = await asyncio.gather(*tasks)
+            assert engine.stats().prefill_tokens_total == sum(map(len, (one, other, new, *(p for p, _ in brief))))
+        assert max(len(sources) for sources, _, num_tokens in copies if num_tokens == len(other)) == 2, copies
+        for (prompt, _), generation in zip(jobs, done, strict=True):
+            expected = truth_logprobs(model, prompt, generation.token_ids)
+            torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+    run(work)
+
+
 def test_an_end_token_ends_a_sequence_and_is_kept():
     model = qwen3()
 
