@@ -107,7 +107,10 @@ class PeerLimit:
             peer.heard_at, peer.name = now, name
 
     def refuse(self, frame: zmq.Frame, route: bytes) -> None:
-        """End the connection that this came through; `route` is the routing id that it has in the router."""
+        """End the connection that this came through; `route` is the routing id that it has in the router.
+
+        Had it ended by itself, a silent new peer may have its descriptor: that one is ended, and comes back by itself.
+        """
         if route in self._refused:
             return  # it has ended: what is still in the queue names a descriptor that may be another peer's by now
         self._refused[route] = None
