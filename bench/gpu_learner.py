@@ -181,7 +181,7 @@ class SharedPrompts:
 
 @contextlib.contextmanager
 def policy_of_shared_prompts(shape: str) -> Iterator[tuple[Policy, str]]:
-    """One sharded rank that computes its layers again in the backward pass, and the kernel of its attention."""
+    """The policy of one sharded rank, with layers recomputed in the backward pass, and its kind of attention."""
     ranks, device = Ranks.start(DEVICE, sharded=True), torch.device(DEVICE)
     attention = choose_attention("auto", device=device, dtype=torch.bfloat16)
     with tempfile.TemporaryDirectory(dir=large_folder()) as folder:

@@ -90,7 +90,7 @@ def _with_stems(families: Sequence[Family], tokens: Mapping[int, np.ndarray]) ->
 
 @dataclass(slots=True)
 class _Neighbors:
-    """Those in a sorted list that have `num_tokens` in common, and those among them with more that save most."""
+    """Neighbors in a sorted list that begin with the same `num_tokens`, and the best choice of longer beginnings."""
 
     num_tokens: int
     start: int

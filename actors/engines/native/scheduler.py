@@ -181,7 +181,7 @@ class Scheduler:
         self.forward.cache.copy_rows(siblings, [row for row, _ in late], longest)
 
     def _seat(self, sequence: Sequence, row: int) -> None:
-        """Give a row."""
+        """Give a sequence its row of the cache."""
         self.running.append(sequence)
         self._plan = None
         sequence.mark(sequence.version or self.ref)
