@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("streamrl", "actors", "learner", "envs", "configs")
-MAX_FILES, MAX_LINES, MAX_LOOSE_LEARNER_FILES, MAX_FIELDS = 14, 400, 2, 30
+MAX_FILES, MAX_LINES, MAX_LOOSE_LEARNER_FILES, MAX_FIELDS = 14, 600, 2, 30
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("streamrl.errors", "streamrl.version", "streamrl.lag_rule", "configs"),
