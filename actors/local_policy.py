@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from actors.engines.base import Engine
+from actors.engines.native.weight_sets import checkpoint_tensors
 from actors.engines.registry import build_engine
 from actors.render import Renderer, load_tokenizer
 from actors.settings import engine_spec, make_renderer
@@ -24,7 +25,7 @@ from streamrl.errors import ConfigError, StreamrlError
 from streamrl.messages import Sampling, VersionRef
 from streamrl.stream.rebuilt import named_version, rebuilt
 from streamrl.stream.segments import segments
-from streamrl.weights.adapter import merged
+from streamrl.weights.adapter import DOWN, UP, merged
 from streamrl.weights.assets import unpack_assets
 from streamrl.weights.saved import SavedAdapter, read_version, saved_adapter, saved_versions, weights_digest
 
@@ -63,8 +64,10 @@ class LocalModel:
             return _weights_of(files, dtype)
         saved = dict(read_version(self.folder, self.version))
         if (adapter := saved_adapter(self.folder, self.version)) is not None:
-            saved = dict(merged(self._base(adapter), saved, adapter.scale))
-        return {name: tensor.to(dtype) for name, tensor in saved.items()}
+            factors = {name: tensor for name, tensor in saved.items() if name.endswith((DOWN, UP))}
+            saved = dict(merged(self._base(adapter), factors, adapter.scale))
+        # Vectors stay as they are, the engine rounds what it holds narrower: a router's bias must not be.
+        return {name: tensor.to(dtype) if tensor.dim() > 1 else tensor for name, tensor in saved.items()}
 
     def _base(self, adapter: SavedAdapter) -> dict[str, torch.Tensor]:
         """Read the base weights in float32: the sum is rounded once. Raises ConfigError if they are gone."""
@@ -97,7 +100,7 @@ def _readable(source: str) -> Iterator[None]:
 def _weights_of(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Weights of a Hugging Face checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False)
-    return {name: tensor.detach() for name, tensor in model.named_parameters()}
+    return {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
 
 
 def run_of(source: str) -> Path | None:

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from learner.checkpoint.shards import Box, local_box
 from learner.ranks.mesh import Ranks, local_part
 from streamrl.architectures.miniature import first_layers
+from streamrl.architectures.saved_buffers import keep_buffers_wide, saved_buffers
 from streamrl.errors import ConfigError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -61,6 +62,7 @@ def empty_model(model_dir: Path, *, dtype: torch.dtype, attention: str, config: 
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
+    keep_buffers_wide(model)
     if (model_dir / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
     return model
@@ -182,5 +184,4 @@ def spread(whole: nn.Module | None, model: nn.Module, ranks: Ranks) -> None:
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name in a checkpoint, tensor): parameters, tied ones once, and the buffers that are saved."""
     yield from model.named_parameters()
-    saved = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    yield from saved_buffers(model)

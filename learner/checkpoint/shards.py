@@ -3,7 +3,7 @@
 A rank's file is safetensors; its header says where in the whole tensor each local shard begins. Nothing is gathered,
 and a reader takes from each file just the rows that it needs.
 
-    model/<parameter>              trained weights
+    model/<parameter>              trained weights, and buffers
     optim/<state>/<parameter>      moments (sharded as the parameter), step counts and scales (whole)
     frozen/<name>/<parameter>      weights of a copy that is not trained
     rng/cpu, rng/cuda              generator states of the rank that wrote the file, as bytes
@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from learner.ranks.mesh import Ranks, local_part, placed_as
+from streamrl.architectures.saved_buffers import saved_buffers
 from streamrl.errors import CheckpointError
 
 
@@ -74,18 +75,16 @@ def reshard(module: nn.Module) -> None:
 def training_tensors(
     policy: nn.Module, optimizer: torch.optim.Optimizer, also: Iterable[tuple[str, Tensor]] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """(key, tensor) of trained weights, persistent buffers and optimizer states, then `also`; tied weights once.
+    """(key, tensor) of trained weights, what else belongs to them, and optimizer states, then `also`; tied ones once.
 
-    Frozen weights are those of the model that the run started from, and not saved again.
+    Weights under an adapter are those of the model that the run started from, and not saved again.
     """
-    persistent = policy.state_dict().keys()
     for name, parameter in _trained(policy):
         yield f"model/{name}", parameter.detach()
         for state, value in sorted(optimizer.state.get(parameter, {}).items()):
             yield f"optim/{state}/{name}", _checked_state(state, torch.as_tensor(value), parameter)
-    for name, buffer in policy.named_buffers():
-        if name in persistent:
-            yield f"model/{name}", buffer
+    for name, tensor in (*_untrained(policy), *saved_buffers(policy)):
+        yield f"model/{name}", tensor.detach()
     yield from also
 
 
@@ -137,6 +136,13 @@ def generator_states() -> dict[str, Tensor]:
 
 def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+
+
+def _untrained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Weights that no training moves, as the bias of a router in some architectures; none under an adapter."""
+    named = list(module.named_parameters())
+    adapted = any(".lora_" in name for name, _ in named)
+    return [] if adapted else [(name, parameter) for name, parameter in named if not parameter.requires_grad]
 
 
 def _checked_state(state: str, value: Tensor, parameter: Tensor) -> Tensor:
@@ -232,16 +238,16 @@ def read_training_tensors(
     Raises CheckpointError: a tensor is missing, of another shape, or of a weight that is not trained here.
     """
     keys = [key.removeprefix(prefix) for key in reader.keys(f"{prefix}optim/")]
-    persistent = module.state_dict().keys()
-    buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
-    asked = {f"{prefix}model/{name}" for name, _ in (*buffers, *_trained(module))}
-    if unasked := [key for key in reader.keys(f"{prefix}model/") if key not in asked]:
+    buffers, untrained, there = list(saved_buffers(module)), _untrained(module), reader.keys(f"{prefix}model/")
+    asked = {f"{prefix}model/{name}" for name, _ in (*buffers, *untrained, *_trained(module))}
+    if unasked := [key for key in there if key not in asked]:
         raise CheckpointError(
             f"the checkpoint has {len(unasked)} tensors that are not trained here, as {unasked[0]!r}: it belongs to "
             "another model"
         )
-    for name, buffer in buffers:
-        reader.read_into(f"{prefix}model/{name}", buffer)
+    for name, tensor in (*buffers, *untrained):
+        if f"{prefix}model/{name}" in there:  # an older checkpoint lacks some: no training has moved them
+            reader.read_into(f"{prefix}model/{name}", tensor.detach())
     for name, parameter in _trained(module):
         reader.read_into(f"{prefix}model/{name}", parameter.detach())
         states = sorted(key.split("/")[1] for key in keys if key.split("/", 2)[2] == name)

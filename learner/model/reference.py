@@ -18,6 +18,7 @@ from learner.checkpoint.shards import ShardReader, reshard
 from learner.data.packing import MicroBatch
 from learner.model.policy import Policy, load_policy
 from learner.ranks.mesh import Ranks, local_part
+from streamrl.architectures.saved_buffers import saved_buffers
 from streamrl.config.schema import ReferenceConfig
 from streamrl.errors import ConfigError
 
@@ -71,7 +72,7 @@ class FrozenPolicy:
     @torch.no_grad()
     def sync(self, source: nn.Module) -> None:
         """Take over the weights of `source`, a policy of the same architecture and sharding."""
-        for mine, theirs in self._pairs(source):
+        for mine, theirs in (*self._pairs(source), *_buffer_pairs(self._policy, source)):
             mine.copy_(theirs)
 
     @torch.no_grad()
@@ -83,20 +84,22 @@ class FrozenPolicy:
         torch._foreach_lerp_([mine for mine, _ in pairs], [theirs for _, theirs in pairs], 1.0 - decay)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(key, sharded weight) of every parameter, for a checkpoint."""
+        """(key, sharded tensor) of every parameter and saved buffer, for a checkpoint."""
         reshard(self._policy)
-        for name, parameter in self._policy.named_parameters():
-            yield f"frozen/{self.name}/{name}", parameter.detach()
+        for name, tensor in (*self._policy.named_parameters(), *saved_buffers(self._policy)):
+            yield f"frozen/{self.name}/{name}", tensor.detach()
 
     def restore(self, shards: ShardReader) -> bool:
         """Take the weights of this name out of a checkpoint; False if it holds none.
 
         Raises CheckpointError: they belong to another model.
         """
-        if not shards.has(f"frozen/{self.name}/"):
+        if not (there := shards.keys(f"frozen/{self.name}/")):
             return False
-        for key, parameter in self.tensors():
-            shards.read_into(key, parameter)
+        own = {f"frozen/{self.name}/{name}" for name, _ in saved_buffers(self._policy)}
+        for key, tensor in self.tensors():
+            if key in there or key not in own:  # older checkpoints have no buffers
+                shards.read_into(key, tensor)
         return True
 
     def _pairs(self, source: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
@@ -108,6 +111,11 @@ class FrozenPolicy:
             mine, other = local_part(parameter.detach()), local_part(theirs[name].detach())
             if mine.numel():
                 yield mine, other
+
+
+def _buffer_pairs(mine: nn.Module, source: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    theirs = dict(saved_buffers(source))
+    return ((buffer, theirs[name]) for name, buffer in saved_buffers(mine))
 
 
 def load_reference(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from learner.model.adapter.lora import base_parameters, scale_of
+from learner.model.adapter.lora import base_tensors, scale_of
 from learner.model.policy import Policy
 from learner.publish.publisher import Publisher
 from learner.ranks.mesh import Ranks
@@ -27,7 +27,7 @@ def publish_base(
         WeightsError: no room.
     """
     publisher = Publisher(
-        list(base_parameters(policy)), wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, shm=shm,
+        list(base_tensors(policy)), wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, shm=shm,
         ranks=ranks, for_good=True,
     )
     try:

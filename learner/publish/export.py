@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from learner.model.adapter.lora import adapter_parameters, base_parameters, save_adapter, scale_of
+from learner.model.adapter.lora import adapter_parameters, base_tensors, save_adapter, scale_of
 from learner.model.adapter.quantize import Dequantized
 from learner.model.critic import Critic
 from learner.model.critic_network import VALUE_HEAD
-from learner.model.parameters import policy_parameters
+from learner.model.parameters import policy_tensors, travels_as
 from learner.model.policy import Policy
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import LoraConfig
@@ -46,12 +46,12 @@ def export_model(
     out_dir, source = Path(out_dir), Path(model_dir_source)
     ranks = ranks or Ranks()
     adapter = _gather(adapter_parameters(policy), ranks, torch.float32) if lora is not None else {}
-    named = base_parameters(policy) if lora is not None else policy_parameters(policy.model)
+    named = list(base_tensors(policy)) if lora is not None else policy_tensors(policy.model)
+    types = {name: travels_as(tensor, dtype) for name, tensor in named}
     weights = _gather(named, ranks, dtype if lora is None else torch.float32)  # rounded once: after it is merged
     if ranks.rank == 0:
         if lora is not None:
-            whole = {name: weight.float() for name, weight in weights.items()}
-            weights = {name: weight.to(dtype) for name, weight in merged(whole, adapter, scale_of(lora))}
+            weights = {name: one.to(types[name]) for name, one in merged(weights, adapter, scale_of(lora))}
             with _replacing(out_dir.with_name("adapter")) as draft:
                 save_adapter(adapter, lora, draft, model_path=str(source.resolve()))
         with _replacing(out_dir) as draft:
@@ -71,7 +71,7 @@ def export_critic(critic: Critic, model_dir: Path, out_dir: Path, ranks: Ranks) 
     Args:
         model_dir: the policy's first model, for its tokenizer.
     """
-    weights = _gather(policy_parameters(critic.module), ranks, torch.float32)
+    weights = _gather(policy_tensors(critic.module), ranks, torch.float32)
     if ranks.rank == 0:
         decoder = {name.removeprefix("decoder."): one for name, one in weights.items() if name.startswith("decoder.")}
         head = {name.removeprefix("head."): one for name, one in weights.items() if not name.startswith("decoder.")}
@@ -92,15 +92,15 @@ def _copy_small_files(source: Path, folder: Path) -> None:
 
 
 def _gather(
-    parameters: Iterable[tuple[str, Tensor | Dequantized]], ranks: Ranks, dtype: torch.dtype
+    tensors: Iterable[tuple[str, Tensor | Dequantized]], ranks: Ranks, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Whole tensors in host memory, on rank 0; a collective call."""
+    """Whole tensors in host memory, weights in `dtype`, on rank 0; a collective call."""
     found = {}
-    for name, parameter in parameters:
-        cast = parameter.detach().to(dtype) if isinstance(parameter, Tensor) else parameter
+    for name, tensor in tensors:
+        cast = tensor.detach().to(travels_as(tensor, dtype)) if isinstance(tensor, Tensor) else tensor
         whole = cast.full_tensor() if isinstance(cast, DTensor | Dequantized) else cast
         if ranks.rank == 0:
-            found[name] = whole.to("cpu", dtype, copy=True)
+            found[name] = whole.to("cpu", travels_as(tensor, dtype), copy=True)
     return found
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from learner.model.parameters import travels_as
 from learner.publish.rows import SharedFile, parts_of, sharded_by_rows, write_parts
 from learner.ranks.mesh import Ranks
 from streamrl.errors import WeightsError
@@ -51,13 +52,14 @@ class PublishedVersion:
 
 
 class Publisher:
-    """Turns the policy's parameters into published documents; every rank has one, rank 0 commits.
+    """Turns the policy's tensors into published documents; every rank has one, rank 0 commits.
 
     Args:
-        parameters: (checkpoint name, parameter), the same on all ranks; see `policy_parameters`. A parameter that
-            appears twice is tied: its first name travels. One with a method `full_tensor` (a DTensor, or a quantized
-            weight) is made whole by it.
-        wire_dtype: dtype of every tensor in the document.
+        tensors: (checkpoint name, tensor), the same on all ranks; see `policy_tensors`. A tensor that appears twice is
+            tied: its first name travels. One with a method `full_tensor` (a DTensor, or a quantized weight) is made
+            whole by it.
+        wire_dtype: dtype of every weight in the document; buffers travel in their own (`travels_as`). Wide elements
+            come first, so that no tensor lies between two of its elements.
         bucket_bytes: size of the units that are digested and moved.
         shm: owner of the documents' directory; rank 0 alone has it.
         fence: called right before the document becomes visible; raises if this learner no longer owns the run.
@@ -68,7 +70,7 @@ class Publisher:
     """
 
     def __init__(
-        self, parameters: Sequence[tuple[str, Any]], *, wire_dtype: torch.dtype, bucket_bytes: int,
+        self, tensors: Sequence[tuple[str, Any]], *, wire_dtype: torch.dtype, bucket_bytes: int,
         shm: ShmPublisher | None, ranks: Ranks | None = None, fence: Callable[[], None] | None = None,
         slot_wait_s: float = 15.0, fold: bool = False, for_good: bool = False,
     ) -> None:
@@ -76,19 +78,23 @@ class Publisher:
         if self._ranks.rank == 0 and shm is None:
             raise WeightsError("rank 0 writes the documents: give it a ShmPublisher")
         first_names: dict[int, tuple[str, Any]] = {}
-        for name, parameter in parameters:
-            first_names.setdefault(id(parameter), (name, parameter))
-        self._parameters = list(first_names.values())
-        self._wire_dtype, self._shm = wire_dtype, shm
+        for name, tensor in tensors:
+            first_names.setdefault(id(tensor), (name, tensor))
+        self._tensors = sorted(first_names.values(), key=lambda named: -travels_as(named[1], wire_dtype).itemsize)
+        self._dtypes = [travels_as(tensor, wire_dtype) for _, tensor in self._tensors]
+        self._shm = shm
         self._fence, self._fold = fence or (lambda: None), fold
         self._slot_wait_s, self._for_good = slot_wait_s, for_good
         self._last_tried: VersionRef | None = None
         self._last_staged: VersionRef | None = None
-        dtype = str(wire_dtype).removeprefix("torch.")
-        self.layout: Layout = make_layout(((name, dtype, p.shape) for name, p in self._parameters), bucket_bytes)
-        self._device = next((p.device for _, p in self._parameters if isinstance(p, torch.Tensor)), self._ranks.device)
+        self.layout: Layout = make_layout((
+            (name, str(dtype).removeprefix("torch."), tensor.shape)
+            for (name, tensor), dtype in zip(self._tensors, self._dtypes, strict=True)
+        ), bucket_bytes)
+        devices = (one.device for _, one in self._tensors if isinstance(one, torch.Tensor))
+        self._device = next(devices, self._ranks.device)
         self._download = Download(self._device)
-        self._by_rows = self._ranks.mesh.world > 1 and sharded_by_rows(self._parameters)
+        self._by_rows = self._ranks.mesh.world > 1 and sharded_by_rows(self._tensors)
         self.num_bytes_written = 0
         """By this rank, of the last document."""
 
@@ -104,7 +110,7 @@ class Publisher:
         rank 0 at the end, no room. Whatever `fence` raises. Nothing is visible then.
         """
         self._begin(ref)
-        return self._stage(ref, [parameter for _, parameter in self._parameters], self._ranks, None)
+        return self._stage(ref, [tensor for _, tensor in self._tensors], self._ranks, None)
 
     @torch.no_grad()
     def snapshot(self, ref: VersionRef) -> Callable[[Ranks], PublishedVersion | None] | None:
@@ -120,7 +126,7 @@ class Publisher:
         before, copies = self._last_tried, None
         self._begin(ref)
         try:
-            copies = [_copied(parameter, self._wire_dtype) for _, parameter in self._parameters]
+            copies = [_copied(one, dtype) for (_, one), dtype in zip(self._tensors, self._dtypes, strict=True)]
         except torch.OutOfMemoryError as error:
             log.debug("no snapshot: %s", error)
         if self._ranks.maximum(float(copies is None)) or copies is None:
@@ -146,8 +152,8 @@ class Publisher:
             if self._by_rows:
                 self._by_rows = self._write_rows(tensors, ranks, draft, fold)
             if not self._by_rows:
-                for tensor in tensors:
-                    self._gather_one(tensor, draft)
+                for tensor, dtype in zip(tensors, self._dtypes, strict=True):
+                    self._gather_one(tensor, dtype, draft)
             if draft is None:
                 return None
             manifest, path = draft.finish(self._last_staged, self._fence)
@@ -176,9 +182,8 @@ class Publisher:
         assert file is not None
         with closing(file):
             try:
-                named = [(name, tensor) for (name, _), tensor in zip(self._parameters, tensors, strict=True)]
-                parts = parts_of(named, self.layout, ranks)
-                self.num_bytes_written = write_parts(parts, self._wire_dtype, file, self._download, fold)
+                parts = parts_of(tensors, self.layout, ranks)
+                self.num_bytes_written = write_parts(parts, file, self._download, fold)
             except Exception as error:  # whatever it is: the other ranks wait for the last part
                 failure = error
             failed, digests = ranks.maximum(float(failure is not None)), b""
@@ -196,13 +201,13 @@ class Publisher:
             log.error("rank %d could not write its rows: %s", ranks.rank, failure)
         return True
 
-    def _gather_one(self, tensor: Any, draft: _Draft | None) -> None:
+    def _gather_one(self, tensor: Any, dtype: torch.dtype, draft: _Draft | None) -> None:
         """Gather one tensor, in a function of its own so that it is freed before the next one is gathered."""
         if isinstance(tensor, DTensor):
-            tensor = tensor.detach().to(self._wire_dtype)  # before it is gathered: half of the bytes move
+            tensor = tensor.detach().to(dtype)  # before it is gathered: half of the bytes move
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         if draft is not None:
-            self.num_bytes_written += draft.append(whole, self._wire_dtype, self._download)
+            self.num_bytes_written += draft.append(whole, dtype, self._download)
 
 
 def _copied(parameter: Any, dtype: torch.dtype) -> Any:
@@ -227,19 +232,19 @@ class _Draft:
         except Exception as error:  # whatever it is: the other ranks are entering the first gather
             self._failure = error
 
-    def append(self, tensor: torch.Tensor, wire_dtype: torch.dtype, download: Download) -> int:
+    def append(self, tensor: torch.Tensor, dtype: torch.dtype, download: Download) -> int:
         """Write the next tensor; returns its bytes."""
         if self._writer is None or self._failure is not None:
             return 0
         try:
             if self._fold is not None or tensor.device.type != "cpu":
-                tensor = tensor.detach().to(wire_dtype)
+                tensor = tensor.detach().to(dtype)
             if self._fold is not None:
                 self._fold.append(tensor.reshape(-1).view(torch.uint8))
-            _write(tensor, wire_dtype, self._writer, download)
+            _write(tensor, dtype, self._writer, download)
         except Exception as error:
             self._failure = error
-        return tensor.numel() * wire_dtype.itemsize
+        return tensor.numel() * dtype.itemsize
 
     def where(self) -> bytes:
         """The file's first random bytes, then its path; nothing if there is none."""
@@ -275,7 +280,7 @@ class _Draft:
                 self._writer.abort()
 
 
-def _write(tensor: torch.Tensor, wire_dtype: torch.dtype, writer: DocumentWriter, download: Download) -> None:
+def _write(tensor: torch.Tensor, dtype: torch.dtype, writer: DocumentWriter, download: Download) -> None:
     """Copy straight into the document and digest: on a CPU it is cast on the way, in pieces that stay in the cache."""
     flat = tensor.detach().reshape(-1)
     if flat.device.type != "cpu":
@@ -283,9 +288,9 @@ def _write(tensor: torch.Tensor, wire_dtype: torch.dtype, writer: DocumentWriter
             writer.room(len(piece))[:] = piece
             writer.filled(len(piece))
         return
-    step = PIECE_BYTES // wire_dtype.itemsize
+    step = PIECE_BYTES // dtype.itemsize
     for start in range(0, flat.numel(), step):
         part = flat[start : start + step]
-        nbytes = part.numel() * wire_dtype.itemsize
-        torch.frombuffer(writer.room(nbytes), dtype=wire_dtype).copy_(part)
+        nbytes = part.numel() * dtype.itemsize
+        torch.frombuffer(writer.room(nbytes), dtype=dtype).copy_(part)
         writer.filled(nbytes)

@@ -32,32 +32,34 @@ class Part:
     """Consecutive bytes of the document that this rank holds, from `start` on."""
 
     start: int
-    tensor: Any  # a tensor of any float type, or what `full_tensor` makes one
+    tensor: Any  # a tensor, or what `full_tensor` makes one
+    dtype: torch.dtype  # in the document
 
-    def wire(self, dtype: torch.dtype) -> Tensor:
+    def wire(self) -> Tensor:
         """The part's numbers in the type of the document, one after another, on their device."""
         tensor = self.tensor if isinstance(self.tensor, Tensor) else self.tensor.full_tensor()
-        return tensor.detach().to(dtype).reshape(-1)
+        return tensor.detach().to(self.dtype).reshape(-1)
 
 
-def parts_of(parameters: Sequence[tuple[str, Any]], layout: Layout, ranks: Ranks) -> list[Part]:
+def parts_of(tensors: Sequence[Any], layout: Layout, ranks: Ranks) -> list[Part]:
     """This rank's parts, in the order of the document; of a part that several hold, one's."""
     found = []
-    for (_, parameter), (spec, offset) in zip(parameters, tensor_offsets(layout), strict=True):
-        if not ranks.owns(parameter):
+    for tensor, (spec, offset) in zip(tensors, tensor_offsets(layout), strict=True):
+        if not ranks.owns(tensor):
             continue
-        if isinstance(parameter, DTensor):
-            box, local = local_box(parameter), local_part(parameter.detach())
+        dtype = getattr(torch, spec.dtype)
+        if isinstance(tensor, DTensor):
+            box, local = local_box(tensor), local_part(tensor.detach())
             if local.numel():
-                found.append(Part(offset + box.offset[0] * (tensor_nbytes(spec) // spec.shape[0]), local))
+                found.append(Part(offset + box.offset[0] * (tensor_nbytes(spec) // spec.shape[0]), local, dtype))
         else:
-            found.append(Part(offset, parameter))
+            found.append(Part(offset, tensor, dtype))
     return found
 
 
-def sharded_by_rows(parameters: Sequence[tuple[str, Any]]) -> bool:
+def sharded_by_rows(tensors: Sequence[tuple[str, Any]]) -> bool:
     """Whether every tensor that is sharded at all is sharded so that a rank's part is consecutive bytes."""
-    placements = [placement for _, p in parameters if isinstance(p, DTensor) for placement in p.placements]
+    placements = [placement for _, one in tensors if isinstance(one, DTensor) for placement in one.placements]
     return all(getattr(placement, "dim", 0) == 0 for placement in placements)
 
 
@@ -100,13 +102,13 @@ class SharedFile:
 
 
 def write_parts(
-    parts: Sequence[Part], dtype: torch.dtype, file: SharedFile, download: Download, fold: DocumentFold | None
+    parts: Sequence[Part], file: SharedFile, download: Download, fold: DocumentFold | None
 ) -> int:
     """Cast, fold and write this rank's parts; returns their bytes. One at a time is held in the document's type."""
 
     def cast() -> Iterator[tuple[int, Tensor]]:
         for part in parts:
-            data = part.wire(dtype)
+            data = part.wire()
             if fold is not None:
                 fold.add(data.view(torch.uint8), part.start)
             yield part.start, data

@@ -7,7 +7,7 @@ from typing import Any
 from learner.checkpoint.run_lock import RunLock
 from learner.hub_client.link import HubLink
 from learner.model.adapter.lora import adapter_parameters
-from learner.model.parameters import policy_parameters
+from learner.model.parameters import policy_tensors
 from learner.model.paths import wire_dtype
 from learner.model.policy import Policy
 from learner.publish.base import publish_base
@@ -43,7 +43,7 @@ def make_publishing(
 
 def published_parameters(policy: Policy, lora: LoraConfig) -> list[tuple[str, Any]]:
     """Name and tensor of all that actors get: the policy, or the adapter on it."""
-    return adapter_parameters(policy) if lora.rank else policy_parameters(policy.model)
+    return adapter_parameters(policy) if lora.rank else policy_tensors(policy.model)
 
 
 def background_of(wish: BesideTraining, ranks: Ranks, name: str) -> Background[Any] | None:

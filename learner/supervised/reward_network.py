@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from learner.data.layout import PackedLayout
 from learner.model.attention.packed import decoder_of, packed_states, registered
-from learner.model.parameters import policy_parameters
+from learner.model.parameters import policy_tensors, travels_as
 from learner.model.policy import decoder_layers, load_policy, shard
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import LearnerConfig
@@ -70,16 +70,16 @@ def export_reward_model(network: RewardNetwork, model_dir: Path, out_dir: Path, 
         padding: the token that batches are padded with.
     """
     weights = {}
-    for name, parameter in policy_parameters(network):
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    for name, tensor in policy_tensors(network):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
         if ranks.rank == 0:
-            weights[name] = whole.detach().to("cpu", torch.float32, copy=True)
+            weights[name] = whole.detach().to("cpu", travels_as(tensor, torch.float32), copy=True)
     if ranks.rank == 0:
         model = _empty_classifier(model_dir)
         prefix = model.base_model_prefix
         weights = {name.replace("decoder.", f"{prefix}.", 1): one for name, one in weights.items()}
         model.load_state_dict(weights, strict=False, assign=True)
-        empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        empty = [name for name, tensor in policy_tensors(model) if tensor.is_meta]
         if empty:
             raise ConfigError(f"the reward model lacks {', '.join(empty[:3])}: take a model of another architecture")
         model.config.pad_token_id = padding

@@ -191,7 +191,7 @@ class PublishConfig:
     nccl_bucket_deadline_s: float = ranged(10.0, gt=0)
     """Time for one bucket to reach every member by broadcast or IPC buffer; after it the broadcast is aborted."""
     dtype: WireDtype = WireDtype.auto
-    """Type in which weights are sent; auto is float32 on a CPU and bfloat16 on a GPU."""
+    """Type in which weights are sent; auto is float32 on a CPU and bfloat16 on a GPU. Buffers keep their own."""
     bucket_bytes: int = ranged(16 << 20, gt=0)
     """Size of a digest and transfer unit."""
     num_keep_versions: int = ranged(2, gt=0)

@@ -36,6 +36,7 @@ from actors.engines.native.scheduler import Scheduler, Sequence
 from actors.engines.native.self_check import prepare
 from actors.engines.native.stopping import StopMatcher, decoder
 from actors.engines.native.weight_sets import WeightSets, linear_weights
+from streamrl.architectures.saved_buffers import keep_buffers_wide
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
 from streamrl.process_memory import keep_freed_memory
@@ -55,6 +56,7 @@ def build_model(model_dir: str | Path, *, dtype: torch.dtype, device: torch.devi
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     with torch.device(device) if torch.device(device).type != "cpu" else nullcontext():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).to(device)
+    keep_buffers_wide(model)
     if (Path(model_dir) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
     return model

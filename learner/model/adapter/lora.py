@@ -2,7 +2,7 @@
 
 Everything but the factors is frozen, so gradients, optimizer states, checkpoints and published versions hold the
 factors alone. Names are those of the checkpoint: peft puts `.base_layer` behind an adapted layer's name, and
-`base_parameters` takes it away again. peft is imported where it is used: that takes two seconds.
+`base_tensors` takes it away again. peft is imported where it is used: that takes two seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from learner.model.adapter.quantize import Dequantized, dequantized, quantize
-from learner.model.parameters import policy_parameters
+from learner.model.parameters import policy_parameters, policy_tensors
 from learner.model.policy import Policy
 from streamrl.config.schema import LoraBase, LoraConfig, LoraInit
 from streamrl.errors import ConfigError
@@ -104,12 +104,12 @@ def adapter_parameters(policy: Policy) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def base_parameters(policy: Policy) -> Iterator[tuple[str, Tensor | Dequantized]]:
-    """(checkpoint name, tensor) of every frozen weight, in module order; of tied ones the first."""
+def base_tensors(policy: Policy) -> Iterator[tuple[str, Tensor | Dequantized]]:
+    """(checkpoint name, tensor) of every frozen weight, in module order, of tied ones the first; and saved buffers."""
     known = dequantized(policy)
-    for name, parameter in policy_parameters(policy.model):
-        if not parameter.requires_grad:
-            yield name.replace(".base_layer.", "."), known.get(id(parameter), parameter)
+    for name, tensor in policy_tensors(policy.model):
+        if not tensor.requires_grad:
+            yield name.replace(".base_layer.", "."), known.get(id(tensor), tensor)
 
 
 def save_adapter(adapter: Mapping[str, Tensor], config: LoraConfig, folder: Path, *, model_path: str) -> None:

@@ -22,7 +22,7 @@ import zstandard
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout
-from streamrl.weights.manifest import DTYPE_BYTES, bucket_digest
+from streamrl.weights.manifest import DTYPE_BYTES, bucket_digest, tensor_nbytes
 
 SKIP = 65535
 # The fastest level: the hub's socket thread encodes between two answers, and receivers wait for it.
@@ -55,8 +55,9 @@ class _Header(NamedTuple):
 
 
 def word_bytes_of(layout: Layout) -> int:
-    """2 where every tensor has elements of at most two bytes, else 4."""
-    return 2 if all(DTYPE_BYTES[spec.dtype] <= 2 for spec in layout.tensors) else 4
+    """2 where most bytes are of elements of at most two, else 4: a few wide buffers lie among narrow weights."""
+    wide = sum(tensor_nbytes(spec) for spec in layout.tensors if DTYPE_BYTES[spec.dtype] > 2)
+    return 4 if 2 * wide > sum(layout.bucket_bytes) else 2
 
 
 def max_encoded(nbytes: int) -> int:

@@ -17,7 +17,7 @@ from learner.data.packing import pack
 from learner.model.adapter import quantize as quantization
 from learner.model.adapter.base import check_resumed, describe_adapter
 from learner.model.adapter.frozen import FrozenAdapter
-from learner.model.adapter.lora import adapter_layers, adapter_parameters, add_adapter, base_parameters, describe
+from learner.model.adapter.lora import adapter_layers, adapter_parameters, add_adapter, base_tensors, describe
 from learner.model.adapter.quantize import Dequantized, check_quantization
 from learner.model.optimizer import make_optimizer, make_schedule
 from learner.model.policy import Policy, load_policy
@@ -67,7 +67,7 @@ def test_an_adapter_starts_at_the_model_and_only_its_factors_are_trained(model):
     assert {name for name, p in policy.named_parameters() if p.requires_grad} == {
         f"model.{name.removesuffix('.weight')}.default.weight" for name in names
     }
-    assert dict(base_parameters(policy)).keys() == dict(plain.model.named_parameters()).keys()
+    assert dict(base_tensors(policy)).keys() == dict(plain.model.named_parameters()).keys()
     count = sum(factor.numel() for _, factor in adapter_parameters(policy))
     said = describe(policy, LORA, 1e-5)
     assert "rank 4 on 14 layers" in said and f"{count:,} trained weights" in said and "0.0001" in said
@@ -115,7 +115,7 @@ def test_a_quantized_base_is_published_as_what_the_learner_computes_with(tmp_pat
     optimizer = make_optimizer(policy, OptimizerConfig(lr=1e-3))
     base = {
         name: weight.full_tensor() if isinstance(weight, Dequantized) else weight
-        for name, weight in base_parameters(policy)
+        for name, weight in base_tensors(policy)
     }
     whole, plain = load_policy(source), load_policy(source)
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_merged_exported_and_read_by_peft_it_is_the_same_model(tmp_path, tied):
 def test_what_is_published_gives_the_trained_policy(model):
     policy = moved(policy_with(model))
     whole = load_policy(model)
-    document = dict(merged(dict(base_parameters(policy)), dict(adapter_parameters(policy)), LORA.alpha / LORA.rank))
+    document = dict(merged(dict(base_tensors(policy)), dict(adapter_parameters(policy)), LORA.alpha / LORA.rank))
     with torch.no_grad():
         for name, parameter in whole.model.named_parameters():
             parameter.copy_(document[name])

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import learner.publish.publisher as publisher_module
-from learner.model.parameters import policy_parameters
+from learner.model.parameters import policy_tensors
 from learner.publish import rows
 from learner.publish.publisher import Publisher
 from learner.ranks.mesh import Mesh, Ranks
@@ -20,11 +20,16 @@ from streamrl.weights.shm.transport import ShmPublisher
 
 
 def toy_model() -> torch.nn.Module:
-    """Sizes that two ranks cannot share evenly."""
+    """Sizes that two ranks cannot share evenly, and buffers of several types."""
     torch.manual_seed(11)
-    return torch.nn.Sequential(
+    model = torch.nn.Sequential(
         torch.nn.Embedding(13, 5), torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1, bias=False)
     )
+    model[1].register_buffer("correction", torch.tensor([1.0 + 2**-20, -3.0]))
+    model[1].register_buffer("frequencies", torch.rand(3), persistent=False)
+    model[2].register_buffer("hidden", torch.tensor([True, False, True]))
+    model[2].register_buffer("count", torch.tensor(2**40 + 1))
+    return model
 
 
 def publish_all(model: torch.nn.Module, folder: Path, ranks: Ranks, *, way: str) -> None:
@@ -38,7 +43,7 @@ def publish_all(model: torch.nn.Module, folder: Path, ranks: Ranks, *, way: str)
     """
     shm = ShmPublisher(folder / way, "fsdp", keep_versions=9) if ranks.rank == 0 else None
     publisher = Publisher(
-        policy_parameters(model), wire_dtype=torch.bfloat16, bucket_bytes=64, shm=shm, ranks=ranks, fold=True
+        policy_tensors(model), wire_dtype=torch.bfloat16, bucket_bytes=64, shm=shm, ranks=ranks, fold=True
     )
     beside = ranks.beside()
     for version in range(3):

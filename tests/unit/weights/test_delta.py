@@ -186,9 +186,10 @@ def test_unequal_sizes_and_odd_words_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "word_bytes"), [(["bfloat16"], 2), (["float32"], 4), (["bfloat16", "float32"], 4), (["float16"], 2)]
+    ("dtypes", "word_bytes"), [(["bfloat16"], 2), (["float32"], 4), (["bfloat16", "float32"], 4), (["float16"], 2),
+     (["bfloat16"] * 4 + ["float32"], 2)]
 )
 def test_words_are_as_wide_as_the_elements(dtypes, word_bytes):
-    layout: Layout = make_layout(((dtype, dtype, (3,)) for dtype in dtypes), 100)
+    layout: Layout = make_layout(((str(place), dtype, (3,)) for place, dtype in enumerate(dtypes)), 100)
 
     assert word_bytes_of(layout) == word_bytes

@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner.model.parameters import policy_parameters
+from learner.model.parameters import policy_parameters, policy_tensors
 from learner.publish.publisher import Publisher
 from streamrl.errors import RunLockedError, WeightsError
 from streamrl.messages import Manifest, VersionRef
 from streamrl.weights.document import Document
 from streamrl.weights.shm.transport import ShmPublisher
+from tests.unit.weights.fsdp_publish import toy_model
 
 
 def tiny_llama(tie: bool) -> LlamaForCausalLM:
@@ -49,6 +50,22 @@ def test_a_published_document_is_the_state_dict_bit_for_bit_and_ties_travel_once
     for name, tensor in expected.items():
         assert torch.equal(tensors[name], tensor.to(wire_dtype)), name
     assert published.nbytes == sum(tensor.numel() for tensor in expected.values()) * wire_dtype.itemsize
+
+
+@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16])
+def test_saved_buffers_travel_as_they_are_and_weights_in_the_type_of_the_wire(wire_dtype, shm):
+    model = toy_model()
+    publisher = Publisher(policy_tensors(model), wire_dtype=wire_dtype, bucket_bytes=64, shm=shm)
+
+    published = publisher.publish(VersionRef(1, 0))
+
+    assert published is not None
+    tensors = Document.map_file(published.path, published.manifest, publisher.layout).verify().tensors()
+    buffers = {"1.correction", "2.hidden", "2.count"}
+    assert tensors.keys() == model.state_dict().keys() and buffers < tensors.keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensors[name], tensor if name in buffers else tensor.to(wire_dtype)), name
+        assert tensors[name].dtype == (tensor.dtype if name in buffers else wire_dtype), name
 
 
 def test_tied_parameters_given_twice_keep_their_first_name(shm):
@@ -169,13 +186,10 @@ def test_a_publish_that_gets_no_slot_in_time_is_skipped_and_the_next_one_comes(s
 
 
 def single_rank_manifests(folder: Path) -> list[tuple[Manifest, Manifest]]:
-    torch.manual_seed(11)
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(13, 5), torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1, bias=False)
-    )
+    model = toy_model()
     manifests = []
     with ShmPublisher(folder, "single") as shm:
-        publisher = Publisher(policy_parameters(model), wire_dtype=torch.bfloat16, bucket_bytes=64, shm=shm, fold=True)
+        publisher = Publisher(policy_tensors(model), wire_dtype=torch.bfloat16, bucket_bytes=64, shm=shm, fold=True)
         for version in range(2):
             published = publisher.publish(VersionRef(1, version))
             assert published is not None
@@ -210,6 +224,7 @@ import sys, torch
 from learner.publish.publisher import Publisher
 from streamrl.messages import VersionRef
 from streamrl.weights.shm.transport import ShmPublisher
+from tests.unit.weights.fsdp_publish import toy_model
 
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) >> 10

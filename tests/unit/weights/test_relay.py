@@ -123,7 +123,7 @@ def served(hub: LiveHub) -> int:
 def change(hub: LiveHub) -> None:
     """Other weights for the next version."""
     with torch.no_grad():
-        for _, parameter in hub._publisher._parameters:
+        for _, parameter in hub._publisher._tensors:
             parameter.mul_(1.01)
 
 
@@ -168,7 +168,7 @@ def test_deltas_go_through_a_relay_on_both_its_sides(tmp_path, models):
             one.fetch(welcome.manifest, welcome.offers, welcome.layout)
             before, relayed = served(hub), relay.relay.socket.num_bytes_served
             with torch.no_grad():
-                hub._publisher._parameters[0][1].view(-1)[5] += 1
+                hub._publisher._tensors[0][1].view(-1)[5] += 1
             hub.publish(1, models[0])
             announce = peer.receive(Announce)
             fetched = one.fetch(announce.manifest, announce.offers, welcome.layout)
