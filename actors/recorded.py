@@ -9,10 +9,8 @@ else than it did, the reward is no function of record and answer, and the answer
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -34,6 +32,7 @@ from streamrl.errors import ControlError, EngineError, WireError
 from streamrl.messages import TO_HUB, Group, Member, MemberStatus, Sampling, Turn, VersionRef
 from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
 from streamrl.messages.printable import printable
+from streamrl.parent_watch import take_stdout
 from streamrl.run_dirs import find_run_dir
 from streamrl.stream.groups import MAX_FRAME_BYTES
 from streamrl.stream.history import History, LoggedBatch
@@ -176,10 +175,10 @@ def batches_of(run_dir: Path, first: int, last: int | None) -> tuple[History, li
 
 async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: int | None, *, as_json: bool) -> int:
     """Print each batch and what differs in it; the exit status."""
+    out, say = (take_stdout(), lambda text: None) if as_json else (None, partial(print, flush=True))
     history, batches = batches_of(run_dir, first, last)
     config = load_config([str(run_dir / "config.yaml"), *words])
     task, total = task_of(config), Checked()
-    out, say = sys.__stdout__, (lambda text: None) if as_json else partial(print, flush=True)
     say(f"{run_dir}: the rewards of {len(batches)} batches, from version {batches[0].cut.version} on")
     if isinstance(task, HasSetUp):
         await asyncio.to_thread(task.set_up)
@@ -227,10 +226,7 @@ def main() -> int:
     parser.add_argument("--rewards", action="store_true", help="this")
     parser.add_argument("--json", action="store_true", help="print an object for each batch, in place of the text")
     given = parsed(parser, words="settings in place of the run's, as of a reward", level="ERROR")
-    with contextlib.redirect_stdout(sys.stderr if given.json else sys.stdout):  # of a task that prints
-        return asyncio.run(
-            check_rewards(given.run, given.words, given.first, given.last, as_json=given.json)
-        )
+    return asyncio.run(check_rewards(given.run, given.words, given.first, given.last, as_json=given.json))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
@@ -14,12 +13,13 @@ from actors.endpoint.endpoint import Endpoint
 from actors.engines.base import AdapterSpec, EngineSpec
 from actors.render import Renderer
 from actors.trajectory.rules import EpisodeRules
+from streamrl.config.addresses import key_of
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.load import from_plain
 from streamrl.config.schema import Config, OnEnvError, OnInstall, PromptOverflow, SamplingConfig
 from streamrl.config.schema_task import History
 from streamrl.environment import Task
-from streamrl.errors import ConfigError, StreamrlError
+from streamrl.errors import StreamrlError
 from streamrl.messages import Welcome
 from streamrl.weights.adapter import adapted_layers, rank_of
 from streamrl.weights.transport import device_transports
@@ -45,10 +45,7 @@ def make_renderer(config: Config, tokenizer: Any, task: Task | None) -> Renderer
 def make_endpoint(config: Config) -> Endpoint:
     """Where the run's agents reach this actor. Raises ConfigError for a key that is not there."""
     one = config.actors.endpoint
-    key = None if one.admin_key_env is None else os.environ.get(one.admin_key_env)
-    if one.admin_key_env is not None and not key:
-        raise ConfigError(f"actors.endpoint.admin_key_env={one.admin_key_env}, but this variable is not set: export it")
-    return Endpoint(one.bind, one.advertise, key)
+    return Endpoint(one.bind, one.advertise, key_of("actors.endpoint.admin_key_env", one.admin_key_env))
 
 
 def engine_spec(config: Config, model_dir: Path, tokenizer: object) -> EngineSpec:

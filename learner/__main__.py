@@ -5,7 +5,6 @@ The only finite process of a run: owns the version number, the leases (in its hu
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
@@ -18,7 +17,7 @@ from streamrl.commands import exit_at_once
 from streamrl.config.load import load_config
 from streamrl.errors import StreamrlError, one_sentence
 from streamrl.messages.printable import start_log
-from streamrl.parent_watch import NOTICE, end_with_parent
+from streamrl.parent_watch import NOTICE, end_with_parent, take_stdout
 from streamrl.process_memory import uncollected
 from streamrl.run_dirs import choose_run_dir, name_or_path, note_start, numbered_run_dir
 
@@ -83,11 +82,11 @@ def check_only(words: list[str]) -> int:
     end_with_parent()
     from learner.setup.preflight import check_run
 
+    answer = take_stdout()
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what the user's task prints is not the answer
-            check_run(load_config(words), notify=lambda text: print(f"{NOTICE}{text}", file=sys.stderr, flush=True))
+        check_run(load_config(words), notify=lambda text: print(f"{NOTICE}{text}", file=sys.stderr, flush=True))
     except StreamrlError as error:
-        print(error)
+        print(error, file=answer, flush=True)
         return 2
     return 0
 

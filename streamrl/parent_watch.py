@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from typing import TextIO
 
 VARIABLE = "STREAMRL_PARENT_PIPE"
 """Set to "stdin" in the environment of a child whose standard input is the pipe."""
@@ -50,6 +51,14 @@ def renew() -> None:
     """Prepare for an exec, or for children that share standard input: they watch the parent in turn."""
     if _on_parent_exit is not None:
         os.environ[VARIABLE] = "stdin"
+
+
+def take_stdout() -> TextIO:
+    """Standard output for the answers of this process alone: what code of a user prints there is for the log."""
+    sys.stdout.flush()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
 
 
 def program(module: str) -> list[str]:

@@ -75,6 +75,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--port", type=int, default=8100, help="0 takes a free one")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     args = parser.parse_args(words)
+    answer = parent_watch.take_stdout()  # the actor that starts this reads one line of it
     import torch  # after the parent is watched: these take seconds
 
     from actors.reward_model.scorer import BatchingScorer, RewardScorer
@@ -87,7 +88,7 @@ def main(words: list[str]) -> int:
             f"the device {device} cannot be used, choose another with --device: {error!s:.200}"
         ) from error
     server = Server(args.port, BatchingScorer(RewardScorer(args.path, device)).score)
-    print(f"{READY}http://127.0.0.1:{server.server_address[1]}/score", flush=True)
+    print(f"{READY}http://127.0.0.1:{server.server_address[1]}/score", file=answer, flush=True)
     with suppress(KeyboardInterrupt):
         server.serve_forever()
     return 0

@@ -10,22 +10,32 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from envs.agents.task import AgentEnv
+from streamrl.config.addresses import environment_without_keys
 from streamrl.environment import AgentSession, Record, SingleTurnTask, Step
 from streamrl.errors import TaskError
 
 PREFIX = "verifiers:"
 WORKER = str(Path(__file__).with_name("verifiers_worker.py"))
 MAX_TEST = 200
+MAX_LINE = 1 << 20
+MAX_UNREAD = 1024
+"""Lines that wait for a process to read them; one that lets more wait reads no more."""
+END_S = 1.0
+ENDED = "its process ended, see the last lines of this actor's log"
+log = logging.getLogger("streamrl.actor")
 
 
 class VerifiersTask(SingleTurnTask):
@@ -45,24 +55,30 @@ class VerifiersTask(SingleTurnTask):
         settings = {**settings, "taskset": {**settings.get("taskset", {}), "id": taskset_id}}
         # -P: the folder of the program holds modules of other names, this one too.
         self._command, self._num_test = [python, "-P", WORKER, json.dumps(settings)], num_test
-        self._process = _Process([*self._command, "play"])
-        self.tear_down = self._process.close
+        self._processes = _Processes([*self._command, "play"])
+        self.tear_down = self._processes.close
 
     def set_up(self) -> None:
         """The process starts with the first episode."""
 
     @cached_property
     def _splits(self) -> dict[str, list[Record]]:
-        try:
-            done = subprocess.run([*self._command, "tasks"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        except OSError as error:
-            raise TaskError(f"env.options.python cannot be started, see that it is there: {error}") from error
-        if done.returncode:
+        # Into files: what it leaves running may hold a pipe open.
+        with (tempfile.TemporaryFile("w+", errors="replace") as out,
+              tempfile.TemporaryFile("w+", errors="replace") as err):
+            try:
+                status = subprocess.run([*self._command, "tasks"], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                                        env=environment_without_keys()).returncode
+            except OSError as error:
+                raise TaskError(f"env.options.python cannot be started, see that it is there: {error}") from error
+            out.seek(0)
+            err.seek(0)
+            said, records = err.read().strip(), [found for line in out if "task" in (found := _json_object(line))]
+        if status:
             raise TaskError(
                 f"task {self.name}: see that env.options.python is that of an environment with verifiers 0.4 and the "
-                f"taskset, and env.options.* settings of its environment: {done.stderr.strip()[-300:]}"
+                f"taskset, and env.options.* settings of its environment: {said[-300:]}"
             )
-        records = [json.loads(line) for line in done.stdout.splitlines()]
         held_out = min(MAX_TEST, -(-len(records) // 10)) if self._num_test is None else self._num_test
         if not 0 < held_out < len(records):
             raise TaskError(f"task {self.name} has {len(records)} tasks: env.options.num_test must leave some to train")
@@ -78,70 +94,141 @@ class VerifiersTask(SingleTurnTask):
         raise TaskError(f"task {self.name} gave no reward: write a @vf.reward")
 
     def env(self) -> AgentEnv:
-        return AgentEnv(super().env(), self._process.play, self.name)
+        return AgentEnv(super().env(), self._processes.play, self.name)
 
 
-class _Process:
-    """A process that plays any number of episodes at once; one that ended has a successor with the next episode."""
+class _Processes:
+    """One process that plays any number of episodes at once; one that ended has a successor with the next episode."""
 
     def __init__(self, command: list[str]) -> None:
         self._command, self._numbers = command, itertools.count()
-        self._process: subprocess.Popen[str] | None = None
-        self._asked: dict[int, asyncio.Future[dict[str, Any]]] | None = None  # of the process; None: there is none
+        self._process: _Process | None = None
 
     async def play(self, record: Record, session: AgentSession) -> Any:
         """The reward of an episode, with its parts."""
-        number, loop = next(self._numbers), asyncio.get_running_loop()
-        asked = self._start(loop) if self._asked is None else self._asked
-        answer = asked[number] = loop.create_future()
-        self._say({"id": number, "task": record["task"], "base_url": session.base_url, "api_key": session.api_key})
+        number = next(self._numbers)
+        if self._process is None or self._process.ended:
+            self._process = _Process(self._command)
+        process = self._process
+        answer = process.ask(
+            number, {"task": record["task"], "base_url": session.base_url, "api_key": session.api_key}
+        )
         try:
             found = await answer
         finally:
-            if asked.pop(number, None) is not None:
-                self._say({"cancel": number})
+            process.cancel(number)
         if "error" in found:
             raise TaskError(f"the taskset failed, see there: {found['error']}")
         return found["reward"]
 
-    def _start(self, loop: asyncio.AbstractEventLoop) -> dict[int, asyncio.Future[dict[str, Any]]]:
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+
+class _Process:
+    """Threads write to it and read from it, so that one that does neither blocks no episode.
+
+    A line that is no answer belongs to the log, as what a library prints while it is imported.
+    """
+
+    def __init__(self, command: list[str]) -> None:
         try:
-            self._process = process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace",
+                env=environment_without_keys(), start_new_session=True,
             )
         except OSError as error:
             raise TaskError(f"env.options.python cannot be started, see that it is there: {error}") from error
-        self._asked = asked = {}
+        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._to_say: queue.Queue[str] = queue.Queue(MAX_UNREAD)
+        self._lock, self.ended = threading.Lock(), False
+        for work in (self._write, self._wait):
+            threading.Thread(target=work, daemon=True).start()
 
-        def read() -> None:
-            assert process.stdout is not None
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                for line in process.stdout:
-                    loop.call_soon_threadsafe(_answer, asked, json.loads(line))
-                loop.call_soon_threadsafe(self._ended, asked)
-            process.wait()
+    def ask(self, number: int, episode: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
+        """The answer, which also comes if the process ends, or has ended."""
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            if not self.ended:
+                self._asked[number] = answer
+                self._say({"id": number, **episode})
+                return answer
+        answer.set_result({"error": ENDED})
+        return answer
 
-        threading.Thread(target=read, daemon=True).start()
-        return asked
+    def cancel(self, number: int) -> None:
+        """Its answer is not waited for any more."""
+        with self._lock:
+            if self._asked.pop(number, None) is not None:
+                self._say({"cancel": number})
 
-    def _ended(self, asked: dict[int, asyncio.Future[dict[str, Any]]]) -> None:
-        self._asked = None
-        for number in [*asked]:
-            _answer(asked, {"id": number, "error": "its process ended, see the last lines of this actor's log"})
+    def kill(self) -> None:
+        """End it and its group, now."""
+        with self._lock:
+            if not self.ended:
+                self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _say(self, line: dict[str, Any]) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `_ended` follows
-            self._process.stdin.write(json.dumps(line) + "\n")
-            self._process.stdin.flush()
+        try:
+            self._to_say.put_nowait(json.dumps(line) + "\n")
+        except queue.Full:
+            log.warning("a taskset's process reads no more, %d lines wait for it: it is ended", MAX_UNREAD)
+            self._kill()
 
-    def close(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has closed its input
+            while line := self._to_say.get():
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+        self.kill()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            while line := self._process.stdout.readline(MAX_LINE):
+                found = _json_object(line)
+                if isinstance(found.get("id"), int) and {"reward", "error"} & set(found):
+                    with self._lock:
+                        answer = self._asked.pop(found["id"], None)
+                    _tell(answer, found)
+                else:
+                    sys.stderr.write(line)
+        finally:
+            self.kill()
+
+    def _wait(self) -> None:
+        """Until it is over, and then no episode waits for it."""
+        reader = threading.Thread(target=self._read, daemon=True)
+        reader.start()
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # its number stays its own
+        self.kill()  # what it leaves
+        reader.join(END_S)  # the answers that it gave last
+        with self._lock:
+            self.ended = True
+            asked, self._asked = self._asked, {}
+        self._process.wait()
+        for answer in asked.values():
+            _tell(answer, {"error": ENDED})
+        with contextlib.suppress(queue.Full):
+            self._to_say.put_nowait("")  # ends the writer
 
 
-def _answer(asked: dict[int, asyncio.Future[dict[str, Any]]], found: dict[str, Any]) -> None:
-    answer = asked.pop(found["id"], None)
-    if answer is not None and not answer.done():
-        answer.set_result(found)
+def _tell(answer: asyncio.Future[dict[str, Any]] | None, found: dict[str, Any]) -> None:
+    if answer is not None:
+        with contextlib.suppress(RuntimeError):  # its loop is closed
+            answer.get_loop().call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
+
+
+def _json_object(line: str) -> dict[str, Any]:
+    """What a line says; empty if it is no JSON object."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {}

@@ -66,6 +66,7 @@ async def play(env: Any, out: Any) -> None:
 def main() -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a taskset prints is for the log
+    print(file=out, flush=True)  # ends what an import has printed
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"  # uv, for harnesses
     env = load_environment(resolve_env_config(json.loads(sys.argv[1])))
     if sys.argv[2] == "play":

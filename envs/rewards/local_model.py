@@ -8,6 +8,7 @@ import subprocess
 import threading
 from pathlib import Path
 
+from envs.rewards.workers import end
 from streamrl import parent_watch
 from streamrl.errors import ConfigError
 
@@ -92,11 +93,11 @@ class LocalModel:
             if line.startswith(READY):
                 self.url = line.removeprefix(READY).strip()
                 return
-        self._process.wait()
+        status = end(self._process)
         reader.join(5.0)
         words = self._last_words.strip().splitlines()[-1:] or ["it printed nothing"]
         raise ConfigError(
-            f"the process of reward.model.path={self._path} ended with status {self._process.returncode}: {words[0]} "
+            f"the process of reward.model.path={self._path} ended with status {status}: {words[0]} "
             f"(run `streamrl reward-model {self._path}` to read all of it)"
         )
 

@@ -7,7 +7,6 @@ a pause that doubles; then the episode fails like any other whose environment ra
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import httpx
 
 from envs.data.shapes import RecordShape
 from envs.rewards.local_model import LocalModel, check_checkpoint
+from streamrl.config.addresses import key_of
 from streamrl.config.schema import RewardConfig, ServiceConfig
 from streamrl.environment import ChatMessage, Record, Step
 from streamrl.errors import ConfigError, TaskError
@@ -35,9 +35,7 @@ class HttpService:
 
     def __init__(self, url: str, *, timeout_s: float, max_concurrent: int, api_key_env: str | None, name: str) -> None:
         self._url, self._timeout_s, self._max_concurrent, self._name = url, timeout_s, max_concurrent, name
-        key = os.environ.get(api_key_env) if api_key_env else None
-        if api_key_env and not key:
-            raise ConfigError(f"{name}.api_key_env={api_key_env}, but this environment variable is not set.")
+        key = key_of(f"{name}.api_key_env", api_key_env)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
             weakref.WeakKeyDictionary()

@@ -14,12 +14,15 @@ import time
 from typing import Any
 
 from envs.sandbox.confined import PREPARE_S
+from envs.sandbox.process import write
+from streamrl.config.addresses import environment_without_keys
 from streamrl.config.schema import RewardConfig
 from streamrl.errors import TaskError
 
 START_S = 60.0
 GRACE_S = 10.0
 """How much longer than a grader may take its worker is waited for: the worker ends the grader, not itself."""
+END_S = 5.0
 MAX_WORKERS = 8
 """What reward.num_workers is at most where it is not set: many actors may share a machine."""
 
@@ -87,23 +90,38 @@ class _Worker:
     def __init__(self, module: str, limit_s: float) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, str(limit_s)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+            env=environment_without_keys() | {"OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is for the actor, not for them
         )  # fmt: skip
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
         self._buffer = b""
         self._errors = b""
-        threading.Thread(target=self._read_errors, daemon=True).start()
-        self._line(START_S)
+        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._reader.start()
+        try:
+            self._line(time.monotonic() + START_S)
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, question: Any, limit_s: float) -> Any:
         assert self._process.stdin is not None
+        deadline = time.monotonic() + limit_s
         try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            self._process.stdin.flush()
+            if not write(self._process.stdin.fileno(), json.dumps(question).encode() + b"\n", deadline):
+                raise self._late()
         except BrokenPipeError:
             raise self._ended() from None
-        return json.loads(self._line(limit_s))
+        line = self._line(deadline)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise TaskError(f"a worker process of a reward wrote a line that is no answer, see who prints it: {line[:200]!r}")
+        return answer
 
     def close(self) -> None:
         self._process.kill()
@@ -113,13 +131,13 @@ class _Worker:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 
-    def _line(self, limit_s: float) -> bytes:
+    def _line(self, deadline: float) -> bytes:
         assert self._process.stdout is not None
-        fd, deadline = self._process.stdout.fileno(), time.monotonic() + limit_s
+        fd = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([fd], [], [], left)[0]:
-                raise TaskError(f"a reward's worker did not answer within {limit_s:g} s: look at this machine's load.")
+                raise self._late()
             chunk = os.read(fd, 1 << 16)
             if not chunk:
                 raise self._ended()
@@ -132,7 +150,21 @@ class _Worker:
         for line in self._process.stderr:
             self._errors = (self._errors + line)[-2000:]
 
+    @staticmethod
+    def _late() -> TaskError:
+        return TaskError("a reward's worker did not answer in time: look at this machine's load.")
+
     def _ended(self) -> TaskError:
-        self._process.wait()
+        status = end(self._process)
+        self._reader.join(1.0)
         words = self._errors.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
-        return TaskError(f"a worker process of a reward ended with status {self._process.returncode}: {words[0]}")
+        return TaskError(f"a worker process of a reward ended with status {status}: {words[0]}")
+
+
+def end(process: subprocess.Popen[Any]) -> int:
+    """The status of a process whose output has ended, which should be over at once and is killed if it lives on."""
+    try:
+        return process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

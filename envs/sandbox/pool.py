@@ -17,6 +17,8 @@ from streamrl.errors import TaskError
 
 LEVELS_IN_USE: set[int] = set()
 """Of the pools that this process has made."""
+_END = -1
+"""In place of a slot: nothing comes after it."""
 
 
 class SandboxPool:
@@ -40,7 +42,7 @@ class SandboxPool:
         size = num_workers or os.cpu_count() or 1
         if not 1 <= size <= 128:
             raise TaskError(f"a sandbox pool has 1 to 128 workers, got {size}.")
-        self._ready: queue.Queue[tuple[int, SandboxProcess | OSError]] = queue.Queue()
+        self._ready: queue.Queue[tuple[int, SandboxProcess | Exception]] = queue.Queue()
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         for slot in range(2 * size):
             self._free.put(slot)
@@ -63,8 +65,11 @@ class SandboxPool:
             if self._closed:
                 raise TaskError("this sandbox pool is closed.")
             slot, process = self._ready.get()
-            if isinstance(process, OSError):
-                self._free.put(slot)
+            if isinstance(process, Exception):
+                if slot == _END:  # for the next one that waits
+                    self._ready.put((slot, process))
+                else:
+                    self._free.put(slot)
                 raise TaskError(f"no sandbox could be started: {process}.") from process
             try:
                 limits = self.limits if case_timeout_s is None else replace(self.limits, timeout_s=case_timeout_s)
@@ -77,10 +82,10 @@ class SandboxPool:
         self._closed = True
         self._free.put(None)
         self._starter.join()
-        while not self._ready.empty():
-            _, process = self._ready.get()
-            if isinstance(process, SandboxProcess):
-                process.close()
+        while (ready := self._ready.get())[0] != _END:
+            if isinstance(ready[1], SandboxProcess):
+                ready[1].close()
+        self._ready.put(ready)
 
     def __enter__(self) -> SandboxPool:
         return self
@@ -94,5 +99,6 @@ class SandboxPool:
         while (slot := self._free.get()) is not None and not self._closed:
             try:
                 self._ready.put((slot, SandboxProcess(self._isolation, slot, self.limits)))
-            except OSError as error:
+            except Exception as error:  # as a machine that starts no thread: who waits here must hear it
                 self._ready.put((slot, error))
+        self._ready.put((_END, TaskError("this sandbox pool is closed")))

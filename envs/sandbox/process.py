@@ -48,7 +48,8 @@ class SandboxProcess:
             cwd="/",
             start_new_session=True,
         )
-        os.set_blocking(self._fd(self._process.stdout), False)
+        for pipe in (self._process.stdin, self._process.stdout):
+            os.set_blocking(self._fd(pipe), False)
         self._lost = False
         self.complaint = ""
         """What the start printed, where it failed."""
@@ -64,7 +65,7 @@ class SandboxProcess:
         case_start = time.monotonic()
         try:
             self._read(min(START_S, total_s))
-            self._write(json.dumps(request).encode())
+            self._write(json.dumps(request).encode(), time.monotonic() + min(START_S, total_s))
             for _ in cases:
                 case_start = time.monotonic()
                 answer = self._read(min(limits.timeout_s + GRACE_S, end - case_start))
@@ -93,21 +94,26 @@ class SandboxProcess:
                     pipe.close()
         shutil.rmtree(self._work, ignore_errors=True)
 
-    def _write(self, data: bytes) -> None:
-        pipe = self._process.stdin
-        assert pipe is not None
+    def _write(self, data: bytes, deadline: float) -> None:
         try:
-            pipe.write(struct.pack("<I", len(data)) + data)
-            pipe.flush()
+            written = write(self._fd(self._process.stdin), struct.pack("<I", len(data)) + data, deadline)
         except BrokenPipeError:
-            raise _EndedError from None
+            written = False
+        if not written:
+            raise _EndedError
 
     def _read(self, limit_s: float) -> dict[str, object]:
         deadline = time.monotonic() + limit_s
         (size,) = struct.unpack("<I", self._read_exactly(4, deadline))
         if size > _MAX_FRAME:
             raise _EndedError
-        return json.loads(self._read_exactly(size, deadline))
+        try:
+            answer = json.loads(self._read_exactly(size, deadline))
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise _EndedError
+        return answer
 
     def _read_exactly(self, size: int, deadline: float) -> bytes:
         fd = self._fd(self._process.stdout)
@@ -131,6 +137,16 @@ class SandboxProcess:
     @staticmethod
     def _fd(pipe: object) -> int:
         return pipe.fileno()  # type: ignore[attr-defined]
+
+
+def write(fd: int, data: bytes, deadline: float) -> bool:
+    """Write to a pipe that does not block; False if its reader has not taken all of it in time."""
+    view = memoryview(data)
+    while view:
+        if not select.select([], [fd], [], max(0.0, deadline - time.monotonic()))[1]:
+            return False
+        view = view[os.write(fd, view) :]
+    return True
 
 
 def _end_descendants(pid: int) -> None:

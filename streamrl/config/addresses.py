@@ -1,9 +1,11 @@
-"""Listening addresses: whether other machines reach a process, which then needs keys."""
+"""Listening addresses: who reaches a process, by which keys, and past which proxies."""
 
 from __future__ import annotations
 
+import os
 import re
 from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from streamrl.config.schema_system import EndpointConfig
 from streamrl.errors import ConfigError
@@ -43,3 +45,30 @@ def check_endpoint(endpoint: EndpointConfig, agent: str | None) -> None:
             "env.agent=outside lets programs open episodes by HTTP, and nothing says which: export a key, and set the "
             "name of its variable, as actors.endpoint.admin_key_env=STREAMRL_ADMIN_KEY"
         )
+
+
+_keys = {"STREAMRL_API_KEY", "STREAMRL_RANK_KEYS"}
+"""Variables with keys of a run, which are none of its programs' business."""
+
+
+def key_of(setting: str, variable: str | None) -> str | None:
+    """The key in the variable that a setting names; None if it names none. Raises ConfigError if it is not set."""
+    if variable is None:
+        return None
+    _keys.add(variable)
+    if not (key := os.environ.get(variable)):
+        raise ConfigError(f"{setting}={variable}, but this variable is not set: export it")
+    return key
+
+
+def environment_without_keys() -> dict[str, str]:
+    """The environment for programs that play episodes: this one without the keys that `key_of` read."""
+    return {name: value for name, value in os.environ.items() if name not in _keys}
+
+
+def reach_directly(url: str) -> None:
+    """Let this process and those that it starts reach the host of a URL, and loopback, past any proxy of HTTP."""
+    hosts = [host for host in (urlsplit(url).hostname, "127.0.0.1", "localhost", "::1") if host]
+    for name in ("NO_PROXY", "no_proxy"):  # libraries read one of them or the other
+        known = [one for one in os.environ.get(name, "").split(",") if one.strip()]
+        os.environ[name] = ",".join([*known, *(host for host in dict.fromkeys(hosts) if host not in known)])

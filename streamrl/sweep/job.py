@@ -22,6 +22,9 @@ from streamrl.parent_watch import child_environment, program
 from streamrl.report.live.logs import Tail
 from streamrl.report.report import write_report
 
+ERRORS_S = 5.0
+"""For the last errors of a run that has ended; what it left running may hold their pipe open."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -91,10 +94,11 @@ class JobProcess:
     def _pass_on_errors(self) -> None:
         """Copy the run's errors to the terminal, and to the log for the reason of a failure."""
         assert self._process.stderr is not None
-        with self.log_path.open("a") as log:
-            for line in self._process.stderr:
-                text = line.decode(errors="replace")
+        for line in self._process.stderr:
+            text = line.decode(errors="replace")
+            with suppress(OSError):  # a closed terminal or a full disk: the run would wait for who reads no more
                 sys.stderr.write(text)
+            with suppress(OSError), self.log_path.open("a") as log:
                 log.write(text)
 
     def poll(self) -> int | None:
@@ -129,7 +133,7 @@ class JobProcess:
         self._process.stdin.close()
         self._process.wait()
         if self._errors is not None:
-            self._errors.join()
+            self._errors.join(ERRORS_S)
 
     def mark_pruned(self) -> None:
         """Write into its summary that it was pruned, and when."""

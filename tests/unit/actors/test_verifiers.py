@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 
 import pytest
 
 from actors.rollout import run_group
+from envs.agents.verifiers import _Processes
 from envs.registry import task_of
 from streamrl.config.load import to_plain
+from streamrl.environment import AgentSession
 from streamrl.errors import ConfigError, TaskError
 from streamrl.messages import MemberStatus, Outcome
 from streamrl.named_code import check_allowed
@@ -18,7 +21,7 @@ from tests.unit.actors.test_agents import play, settings
 from tests.unit.actors.test_rewritten_history import TOKENIZER, Renderer, replies, sequences
 from tests.unit.envs.adapters.test_interaction_loops import START, member_of
 
-FAKE_WORKER = """
+FAKE_WORKER = r"""
 import json, os, sys, urllib.request
 given = json.loads(sys.argv[1])
 assert given["taskset"]["id"] == "words"
@@ -34,6 +37,16 @@ else:
         does = asked.get("task", {}).get("does")
         if does == "die":
             os._exit(3)
+        if does == "close":
+            os.close(1)
+        if does == "leave":
+            import subprocess
+            subprocess.Popen(["sleep", "30"], start_new_session=True)
+            os._exit(3)
+        if does == "chatter":
+            os.write(1, b'Loading...\n5\n[]\n{}\n{"id": "x", "reward": 1}\n{"id": 99, "reward": 1}\n\xff\n')
+            os.write(1, b"[" * 100_000 + b"\n")
+            does = "play"
         if does == "fail":
             print(json.dumps({"id": asked["id"], "error": "ValueError: of the taskset"}), flush=True)
         if does == "play":
@@ -76,7 +89,8 @@ def test_a_taskset_plays_an_episode_through_its_session(words):
 
 
 @pytest.mark.parametrize(("does", "says"), [
-    ("fail", "ValueError: of the taskset"), ("die", "its process ended"),
+    ("fail", "ValueError: of the taskset"), ("die", "its process ended"), ("close", "its process ended"),
+    ("leave", "its process ended"),
 ])
 def test_an_episode_that_fails_costs_its_own_trajectory_and_a_dead_process_has_a_successor(words, does, says):
     task = words(f"env.options.does={does}")
@@ -91,6 +105,26 @@ def test_an_episode_that_fails_costs_its_own_trajectory_and_a_dead_process_has_a
         await runner.close()
         assert groups[0].outcome == Outcome.RETURNED and says in groups[0].detail
         assert member_of(groups[1]).status == MemberStatus.FINISHED
+
+    run(work)
+
+
+def test_lines_that_are_no_answers_are_for_the_log(words, capfd):
+    task = words("env.options.does=chatter")
+    assert member_of(play(task, "x", record=task.record("train", 0))[0]).reward == 0.5
+    assert "Loading..." in capfd.readouterr().err
+
+
+def test_a_process_that_reads_nothing_is_ended_and_does_not_stop_the_loop(monkeypatch):
+    monkeypatch.setattr("envs.agents.verifiers.MAX_UNREAD", 4)
+    processes = _Processes([sys.executable, "-c", "import time; time.sleep(1000)"])
+    session = AgentSession("http://127.0.0.1:9/v1", "key")
+
+    async def work():
+        large = {"task": "x" * (1 << 18)}
+        played = (processes.play(large, session) for _ in range(8))
+        for error in await asyncio.gather(*played, return_exceptions=True):
+            assert "its process ended" in str(error)
 
     run(work)
 

@@ -55,5 +55,25 @@ def test_a_worker_that_cannot_start_says_why() -> None:
         WorkerPool("envs.rewards.no_such_worker", num_workers=1, limit_s=1).ask("x")
 
 
+@pytest.mark.parametrize(("does", "says"), [
+    ("print('no JSON', flush=True)", "wrote a line that is no answer.*: b'no JSON'"),
+    ("print(5, flush=True)", "wrote a line that is no answer.*: b'5'"),
+    ("os.close(1)", "ended with status -9"),
+    ("", "did not answer in time"),
+])
+def test_a_worker_that_does_not_keep_to_its_part_blocks_no_caller(monkeypatch, tmp_path, does, says) -> None:
+    read = "sys.stdin.readline()" if does else ""
+    program = f"import os, sys, time\nprint('ready', flush=True)\n{read}\n{does}\ntime.sleep(1000)\n"
+    (tmp_path / "odd_worker.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    for name in ("PREPARE_S", "GRACE_S", "END_S"):
+        monkeypatch.setattr(f"envs.rewards.workers.{name}", 0.5)
+    pool = WorkerPool("odd_worker", num_workers=1, limit_s=10.0 if does else 0.0)
+    with pytest.raises(TaskError, match=says):
+        pool.ask("x" * (1 << 20))
+    children = psutil.Process().children()
+    assert not any("odd_worker" in child.cmdline() for child in children if child.status() != psutil.STATUS_ZOMBIE)
+
+
 def _workers_of(pool: WorkerPool) -> list[int]:
     return [worker._process.pid for worker in pool._places.queue if worker is not None]
