@@ -10,6 +10,7 @@ from typing import Any
 
 from actors.endpoint.sessions import Session, Sessions
 from actors.trajectory.client import Client
+from streamrl.config.addresses import reach_directly
 from streamrl.errors import EngineError
 
 log = logging.getLogger("streamrl.actor")
@@ -61,6 +62,7 @@ class Endpoint:
                         f"actors.endpoint.bind={self._host}:{self._port} cannot be had: {error}. Take port 0, or "
                         "another one for each actor of this machine."
                     ) from error
+                reach_directly(self._root)
                 if self._has_admin:
                     log.info("programs open episodes by POST %s/sessions", self._root)
         return f"{self._root}/v1"

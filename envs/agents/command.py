@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shlex
-import signal
+import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from envs.sandbox.isolation import watched
+from streamrl.config.addresses import environment_without_keys
 from streamrl.environment import AgentSession, Record
 from streamrl.errors import TaskError
 
 TAIL_BYTES = 16 << 10
 """Of what the program wrote: its last line must be shorter."""
+END_S = 2.0
+"""For everything that the program started to be gone."""
 
 
 def command_agent(command: str) -> Callable[[Record, AgentSession], Awaitable[Any]]:
@@ -38,28 +41,34 @@ def command_agent(command: str) -> Callable[[Record, AgentSession], Awaitable[An
 
 async def _run(words: list[str], record: Record, session: AgentSession, folder: Path) -> str:
     """The last line that the program wrote. Raises TaskError if it cannot be started or fails."""
+    if shutil.which(words[0]) is None:
+        raise TaskError(f"env.agent_command cannot be started: there is no program {words[0]}. See that it is there.")
     (folder / "record.json").write_text(json.dumps(record))
     variables = {
         "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key,
         "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": session.api_key,
         "STREAMRL_RECORD": str(folder / "record.json"),
     }
-    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+    process = await asyncio.create_subprocess_exec(
+        *watched(words, TAIL_BYTES), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        env=environment_without_keys() | variables, start_new_session=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        answer = await process.stdout.read()
+    finally:
+        process.stdin.close()  # ends the program, and all that it started
         try:
-            process = await asyncio.create_subprocess_exec(
-                *words, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=err, env=os.environ | variables,
-                start_new_session=True,  # so that what it starts can be ended with it
-            )
-        except OSError as error:
-            raise TaskError(f"env.agent_command cannot be started: {error}. See that its program is there.") from error
-        try:
-            code = await process.wait()
+            await asyncio.wait_for(process.wait(), END_S)
         finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left
-                os.killpg(process.pid, signal.SIGKILL)
-    if code:
-        raise TaskError(f"env.agent_command ended with status {code}, see its last line: {_last_line(folder / 'err')}")
-    return _last_line(folder / "out")
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    if not answer:
+        raise TaskError("env.agent_command was killed with the process that watches it: see who does that, as a limit of memory")
+    done = json.loads(answer)
+    if code := done["status"]:
+        raise TaskError(f"env.agent_command ended with status {code}, see its last line: {_last_line(done['err'])}")
+    return _last_line(done["out"])
 
 
 def _reward(line: str) -> Any:
@@ -71,8 +80,5 @@ def _reward(line: str) -> Any:
     return value if isinstance(value, int | float | dict) else None
 
 
-def _last_line(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = file.read().decode("utf-8", "replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")

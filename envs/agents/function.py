@@ -75,7 +75,8 @@ class _Clients:
     def __init__(self, parameter: str) -> None:
         package, name, self._end = CLIENTS[parameter]
         try:
-            self._make = getattr(importlib.import_module(package), name)
+            module = importlib.import_module(package)
+            self._make, self._http = getattr(module, name), module.DefaultAsyncHttpxClient
         except ImportError as error:
             raise TaskError(
                 f"the function of env.agent takes {parameter}, of the package {package}, which is not installed: pip "
@@ -87,5 +88,6 @@ class _Clients:
     def of(self, session: AgentSession) -> Any:
         loop, url = asyncio.get_running_loop(), session.base_url.removesuffix("/v1") + self._end
         if self._first is None or self._loop is not loop:  # connections belong to a loop
-            self._first, self._loop = self._make(base_url=url, api_key=session.api_key), loop
+            http = self._http(trust_env=url.startswith("https://"))  # no proxy stands before the actor itself
+            self._first, self._loop = self._make(base_url=url, api_key=session.api_key, http_client=http), loop
         return self._first.with_options(base_url=url, api_key=session.api_key)

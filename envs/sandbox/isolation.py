@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -54,6 +54,15 @@ class Isolation:
 
     def uid(self, slot: int) -> int | None:
         return _FIRST_UID + (os.getpid() % 4_000_000) * 256 + slot % 256 if self.drops_root else None
+
+
+def watched(words: Sequence[str], tail_bytes: int) -> list[str]:
+    """Command line that runs another one, not isolated: all that descends from it ends with it or with standard input.
+
+    What it writes is a JSON object, `status` with the end of `out` and `err`.
+    """
+    settings = {"command": [*words], "tail_bytes": tail_bytes}
+    return [sys.executable, "-I", "-S", "-c", _SUPERVISOR, json.dumps(settings)]
 
 
 def _namespaces(bubblewrap: str, python: str, uid: int | None, tmp_bytes: int) -> Iterator[str]:

@@ -3,6 +3,9 @@
     parent --request--> supervisor --fork--> program          one supervisor serves one request, then it ends
            <-answer---             --kill--> all descendants
 
+With a `command` in its settings it is no sandbox: it runs that command line, as this user, until it or standard input
+ends, kills all that descends from it, and answers with its status and the end of what it wrote.
+
 Standard library only, and nothing of ours: inside a sandbox there is no streamrl. Answers go out through a descriptor
 that programs do not have. The supervisor is not dumpable, so that a program of the same user can neither trace it nor
 open its descriptors.
@@ -26,13 +29,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main():
+    settings = json.loads(sys.argv[1])
+    if "command" in settings:
+        os.write(1, json.dumps(run_command(settings["command"], settings["tail_bytes"])).encode())
+        return
     answers = os.dup(1)
     requests = os.dup(0)
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
-    settings = json.loads(sys.argv[1])
     confine(settings["uid"])
     write_frame(answers, {"ready": True})
     request = read_frame(requests)
@@ -91,6 +97,56 @@ def run_case(request, case, work, number):
     for fd in (out_read, err_read, status_read, value):
         os.close(fd)
     return answer
+
+
+def run_command(words, tail_bytes):
+    """Run a command line; its standard input is empty, and the end of this one's ends it."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    texts = {}
+    (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()  # what it does to its own group is not done to this process
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            for place, fd in enumerate((os.open(os.devnull, os.O_RDONLY), out_write, err_write)):
+                os.dup2(fd, place)
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+                signal.signal(number, signal.SIG_DFL)
+            os.execvp(words[0], words)
+        except OSError as error:
+            os.write(2, str(error).encode())
+        finally:
+            os._exit(127)
+    os.close(out_write)
+    os.close(err_write)
+    exited, poller = os.pidfd_open(pid), select.poll()
+    for fd in (exited, 0, out_read, err_read):
+        poller.register(fd, select.POLLIN)
+    for fd in (out_read, err_read):
+        texts[fd] = b""
+        os.set_blocking(fd, False)
+    ready = set()
+    while not ready & {exited, 0}:
+        ready = {fd for fd, _ in poller.poll()}
+        for fd in ready & set(texts):
+            if not read_tail(fd, texts, tail_bytes):
+                poller.unregister(fd)
+    status = kill_all(pid)
+    while any([read_tail(fd, texts, tail_bytes) for fd in texts]):
+        pass  # what its pipes still hold
+    return {"status": status, "out": texts[out_read].decode(errors="replace"),
+            "err": texts[err_read].decode(errors="replace")}
+
+
+def read_tail(fd, texts, tail_bytes):
+    """Read once, and keep the end of all that was read; False if nothing is there."""
+    try:
+        chunk = os.read(fd, 1 << 16)
+    except BlockingIOError:
+        return False
+    texts[fd] = (texts[fd] + chunk)[-tail_bytes:]
+    return bool(chunk)
 
 
 def outcome(ended, exit_status, word):

@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections.abc import Iterable, Sequence
 
+from streamrl.config.addresses import key_of
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.parent_watch import NOTICE, child_environment, program
@@ -29,6 +30,8 @@ def check_settings(config: Config, overrides: Sequence[str], caller: Caller) -> 
     The learner's preflight runs in a process of its own: neither torch nor the user's task belongs into the supervisor.
     """
     check_engine(config)
+    if config.launch.num_actors:  # they have this environment
+        key_of("actors.endpoint.admin_key_env", config.actors.endpoint.admin_key_env)
     caller.say("checking the settings")
     told: list[str] = []
     with subprocess.Popen(

@@ -7,7 +7,6 @@ import json
 import resource
 import shlex
 import socket
-import sys
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
@@ -20,14 +19,12 @@ from actors.rollout import run_group, sendable
 from actors.settings import make_endpoint
 from envs.agents.function import function_agent
 from envs.registry import task_of
-from envs.wrapped_task import WrappedTask
 from streamrl.config.load import load_config, to_plain
 from streamrl.environment import AgentSession
 from streamrl.errors import ConfigError, EngineError, TaskError
-from streamrl.messages import MemberStatus, Outcome, ReturnReason
+from streamrl.messages import MemberStatus, ReturnReason
 from streamrl.messages.codec import unpack_ids
 from streamrl.named_code import check_allowed
-from streamrl.processes import process_state
 from tests.unit.actors.fakes import JumpingLoop, installed_engine, jump, lease, make_runner, run, until
 from tests.unit.actors.test_rewritten_history import TOKENIZER, Renderer, replies, sequences
 from tests.unit.envs.adapters.test_interaction_loops import LIMITS, RECORD, START, member_of
@@ -357,6 +354,11 @@ def test_an_agent_of_the_package_openai_is_not_changed(tmp_path):
     assert sequences(member) == [f"{START}|x<end><start>u:u<end><start>a:7<end>"] and member.reward == 1.0
 
 
+async def sdk_once(record, client):
+    completion = await client.chat.completions.create(model="any", messages=[Q])
+    return float(completion.choices[0].message.content == "7")
+
+
 CONNECTIONS = []
 
 
@@ -379,57 +381,14 @@ def test_agents_that_follow_each_other_share_their_connections():
     assert len(CONNECTIONS) == 2 and CONNECTIONS[0] is CONNECTIONS[1]
 
 
-PROGRAM = """
-import json, os, sys, urllib.request
-record = json.load(open(os.environ["STREAMRL_RECORD"]))
-body = json.dumps({"messages": [{"role": "user", "content": record["prompt"]}]}).encode()
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
-print("the model said", said)
-"""
+async def anthropic(record, anthropic):
+    said = await anthropic.messages.create(model="any", max_tokens=4, messages=[Q])
+    return float(said.content[0].text == "7")
 
 
-@pytest.mark.shows("env.agent_command")
-@pytest.mark.parametrize(("end", "reward"), [
-    ("print(0.25)", 0.25), ('print(json.dumps({"reward": 0.5, "turns": 1}))', 0.5), ("", 1.0), ("print()", 1.0),
-])
-def test_a_program_plays_and_its_last_line_is_the_reward(tmp_path, end, reward):
-    task = command(tmp_path, PROGRAM + end, "env.name=string.reverse")
-    group, _ = play(task, "7", record=task.base.record("train", 0) | {"prompt": "q"}, reply=reversing(task))
-    assert member_of(group).reward == reward
-
-
-def command(tmp_path, program: str, *words: str) -> WrappedTask:
-    (tmp_path / "agent.py").write_text(program)
-    return task_of(settings(f"env.agent_command='{sys.executable} {tmp_path}/agent.py'", *words))
-
-
-def reversing(task: WrappedTask):
-    """The right answer to the task's first record, whatever is asked."""
-    said = TOKENIZER.encode(task.target(task.base.record("train", 0)), add_special_tokens=False)
-    return lambda *_: said
-
-
-def test_a_program_that_fails_loses_its_trajectory_with_its_last_words(tmp_path):
-    group, _ = play(command(tmp_path, "import sys\nsys.exit('no such tool')"))
-    assert group.outcome == Outcome.RETURNED and "status 1, see its last line: no such tool" in group.detail
-    group, _ = play(task_of(settings("env.agent_command=/no/such/program")))
-    assert "env.agent_command cannot be started" in group.detail
-
-
-def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path):
-    pids = tmp_path / "pids"
-    program = f"""
-import os, subprocess, time
-child = subprocess.Popen(["sleep", "1000"])
-open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
-time.sleep(1000)
-"""
-    group, _ = play(command(tmp_path, program), step_timeout_s=2.0)
-    assert "ran for more than env.step_timeout_s=2" in group.detail
-    for pid in map(int, pids.read_text().split()):
-        run(lambda pid=pid: until(lambda: process_state(pid) in ("", "Z")))
+async def own_client(record, base_url, api_key):
+    async with http(AgentSession(base_url, api_key)) as asks:
+        return float((await ask(asks, Q)).status_code == 200)
 
 
 @pytest.mark.parametrize(("word", "says"), [

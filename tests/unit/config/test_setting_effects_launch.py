@@ -14,7 +14,8 @@ from streamrl.config.devices import placement_of
 from streamrl.errors import ConfigError
 from streamrl.launch import EXIT_INTERRUPTED, EXIT_NO_ACTORS, Launcher, launch_run
 from streamrl.supervise.actors import NUM_SAME_DEATHS
-from streamrl.supervise.check import check_engine
+from streamrl.supervise.caller import Caller
+from streamrl.supervise.check import check_engine, check_settings
 from streamrl.supervise.child import SPINS, Child
 from streamrl.transport.control import ask
 from tests.unit.config.setting_harness import config_of
@@ -171,6 +172,13 @@ def test_vllm_without_vllm_is_refused_before_anything_starts(here, monkeypatch):
         launch_run(words)
     assert not (here / "run").exists()
     check_engine(config_of("actors.engine=vllm", "launch.num_actors=0"))  # actors elsewhere may have it
+
+
+def test_a_key_of_agents_that_is_not_set_is_told_before_anything_is_started(monkeypatch):
+    monkeypatch.delenv("MY_KEY", raising=False)
+    words = ["actors.endpoint.admin_key_env=MY_KEY"]
+    with pytest.raises(ConfigError, match="admin_key_env=MY_KEY, but this variable is not set"):
+        check_settings(config_of(*words), words, Caller())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
