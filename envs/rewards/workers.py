@@ -120,7 +120,7 @@ class _Worker:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise TaskError(f"a worker process of a reward wrote a line that is no answer, see who prints it: {line[:200]!r}")
+            raise TaskError(f"a worker of a reward wrote a line that is no answer, see what prints it: {line[:200]!r}")
         return answer
 
     def close(self) -> None:
