@@ -1,7 +1,10 @@
 """AdamW with moments in 8 bits, sharded as the weights are: a checkpoint of some ranks is resumed by any other number.
 
-Blocks of a row share a scale (block-wise quantization: Dettmers et al. 2022, arXiv 2110.02861); the numbers are float8
-with four bits of exponent. Kept are the first moment and the root of the second, which spans half as many decades.
+A code is a power of 2^(1/12), counted from the largest of its block. The powers are the same for all blocks and steps,
+and a moment becomes one of its two neighbors, each as often as keeps the mean. Rounding to the nearest would lose each
+change below half the distance of two codes: with beta2=0.999 a second moment that no longer grows stays 1.3 to 2 times
+too large. Blocks that share a scale: Dettmers et al. 2022, arXiv 2110.02861; stochastic rounding: Gupta et al. 2015,
+arXiv 1502.02551.
 """
 
 from __future__ import annotations
@@ -14,21 +17,35 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from learner.checkpoint.shards import local_box
 from learner.ranks.mesh import local_part, placed_as
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST, SMALLEST = torch.finfo(FLOAT8).max, 2.0**-9
-BLOCK, FEWEST = 256, 32
-"""Numbers that share a scale: the greatest common divisor of a row and 256. Below 32, moments stay in float32."""
+PER_OCTAVE = 12
+"""Codes from a number to its double: neighbors are 6 % apart."""
+LEVELS = {"exp_avg": 127, "exp_avg_sq": 255}
+"""Codes of a moment that are not 0: 10 octaves for the first, which has a sign, and 21 for the second, a square."""
+BLOCK, FEWEST, MOST_TENSOR_RANKS = 256, 4, 8
+"""Numbers that share a scale. The blocks of a row stay the same when up to eight ranks divide it (learner.mesh.tensor),
+so rows that are short or odd have smaller ones; below four numbers the moments stay in float32."""
+_STEP, _WITHIN, _ACROSS = 0.6180339887498949, 0.7548776662466927, 0.5698402909980532
 
 
 class AdamW8bit(Optimizer):
-    """AdamW (Loshchilov & Hutter 2019). Vectors keep their moments in float32, as do rows without even blocks."""
+    """AdamW (Loshchilov & Hutter 2019). Vectors keep their moments in float32, as do rows without even blocks.
+
+    Raises:
+        ValueError: rows are divided among more ranks than their blocks allow.
+    """
 
     def __init__(
         self, groups: Sequence[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            width, block = local_part(parameter.detach()).shape[-1:], block_of(parameter.shape)
+            if block and width[0] % block:
+                raise ValueError(f"rows of {parameter.shape[-1]} numbers are divided into parts of {width[0]}, which "
+                                 f"blocks of {block} do not fill: learner.mesh.tensor is at most {MOST_TENSOR_RANKS}")
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -39,23 +56,24 @@ class AdamW8bit(Optimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
-        first, root = _read(state, "exp_avg", gradient), _read(state, "exp_avg_root", gradient)
+        first, second = _read(state, "exp_avg", gradient), _read(state, "exp_avg_sq", gradient)
         first.lerp_(gradient, 1 - beta1)
-        root.square_().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2).sqrt_()
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         state["step"] = state.get("step", torch.zeros(())) + 1
         _write(state, "exp_avg", first, parameter)
-        _write(state, "exp_avg_root", root, parameter)
+        _write(state, "exp_avg_sq", second, parameter)
 
         correction1, correction2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
         weight = local_part(parameter.detach())
-        denominator = root.div_(correction2.sqrt()).add_(group["eps"])
+        denominator = second.div_(correction2).sqrt_().add_(group["eps"])
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.sub_(first.div_(denominator).mul_(group["lr"] / correction1))
 
 
-def _block(shape: Sequence[int]) -> int:
-    """How many numbers of a row share a scale; 0 for moments in float32."""
-    block = math.gcd(shape[-1], BLOCK) if len(shape) > 1 else 0
+def block_of(shape: Sequence[int]) -> int:
+    """How many numbers of a row of a whole parameter share a scale; 0 for moments in float32."""
+    even = len(shape) > 1 and shape[-1] % MOST_TENSOR_RANKS == 0
+    block = math.gcd(shape[-1] // MOST_TENSOR_RANKS, BLOCK) if even else 0
     return block if block >= FEWEST else 0
 
 
@@ -64,23 +82,54 @@ def _read(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
     if name not in state:
         return torch.zeros_like(like)
     held = local_part(state[name])
-    block = _block(held.shape)
-    if not block:
+    if f"{name}_top" not in state:
         return held.clone()
-    numbers = held.view(FLOAT8).float().unflatten(-1, (-1, block))
-    return numbers.mul_(local_part(state[f"{name}_scale"]).unsqueeze(-1)).flatten(-2)
+    top = local_part(state[f"{name}_top"])
+    codes = held.unflatten(-1, (top.shape[-1], -1)).float()
+    return _size(codes.abs(), name).mul_(top.unsqueeze(-1).float().exp2_()).mul_(codes.sign()).flatten(-2)
+
+
+def _size(code: Tensor, name: str) -> Tensor:
+    """The share of its block's top power that a code stands for; 0 for none."""
+    return code.sub(LEVELS[name]).div_(PER_OCTAVE).exp2_().masked_fill_(code == 0, 0.0)
 
 
 def _write(state: dict[str, Any], name: str, moment: Tensor, parameter: Tensor) -> None:
-    """Keep a moment. What is not 0 does not become 0 in a root: it is divided by."""
-    block = _block(moment.shape)
-    if not block:
+    """Keep a moment."""
+    if not (block := block_of(parameter.shape)):
         state[name] = placed_as(parameter, moment.clone())
         return
-    numbers = moment.unflatten(-1, (-1, block))
-    scale = numbers.abs().amax(-1).div_(LARGEST)
-    numbers = numbers / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    if name.endswith("root"):
-        numbers = torch.where(numbers > 0, numbers.clamp(min=SMALLEST), numbers)
-    state[name] = placed_as(parameter, numbers.to(FLOAT8).flatten(-2).view(torch.uint8))
-    state[f"{name}_scale"] = placed_as(parameter, scale)
+    numbers, levels = moment.unflatten(-1, (-1, block)), LEVELS[name]
+    size = numbers.abs()
+    # A power of two, so that the powers of all steps are the same; the largest may be rounded up by one code.
+    largest = size.amax(-1).clamp_(min=torch.finfo(torch.float32).tiny).log2_()
+    top = largest.add_(1 / PER_OCTAVE).ceil_().clamp_(-126, 127)
+    size.mul_(top.neg().exp2_().unsqueeze(-1))
+    code = size.log2().mul_(PER_OCTAVE).add_(levels).floor_().clamp_(min=0)
+    low = _size(code, name)
+    share = size.sub(low).div_(_size(code + 1, name).sub_(low))
+    code.add_(share > _thresholds(parameter, block, state["step"], name)).clamp_(max=levels)
+    if name == "exp_avg":
+        code.mul_(numbers.sign())
+    else:  # what is not 0 does not become 0: it is divided by
+        code = torch.where(size > 0, code.clamp_(min=1), 0.0)
+    kept = torch.int8 if name == "exp_avg" else torch.uint8
+    state[name] = placed_as(parameter, code.to(kept).flatten(-2))
+    state[f"{name}_top"] = placed_as(parameter, top.to(torch.int8))
+
+
+def _thresholds(parameter: Tensor, block: int, step: Tensor, name: str) -> Tensor:
+    """Numbers in [0, 1) for this rank's part, even over the steps of one moment and over the moments of one step.
+
+    They are a function of step and place in the whole tensor (an additive recurrence with irrational steps), not of a
+    random generator, whose state other things depend on: a step that is done again gives the same bits.
+    """
+    box, device = local_box(parameter), parameter.device
+    within = torch.arange(block, device=device, dtype=torch.float64).mul_(_WITHIN).frac_().float()
+    place, stride = step.double() * _STEP + (0.5 if name == "exp_avg" else 0.0), parameter.shape[-1] // block
+    number = torch.arange(box.shape[-1] // block, device=device, dtype=torch.float64) + box.offset[-1] // block
+    for dim in reversed(range(parameter.dim() - 1)):  # the block's number in the whole tensor, row by row
+        rows = torch.arange(box.shape[dim], device=device, dtype=torch.float64).add_(box.offset[dim]).mul_(stride)
+        number = rows.view(-1, *[1] * number.dim()) + number
+        stride *= parameter.shape[dim]
+    return number.mul_(_ACROSS).add_(place).frac_().float().unsqueeze(-1).add(within).frac_()

@@ -64,6 +64,10 @@ def run(folder: Path, where: str, ranks: Ranks, *, resumes: str = "") -> None:
         if family == FAMILIES[0]:
             with in_float32():
                 two_ranks.muon(work, mine / "muon", ranks)
+            two_ranks.train(work, mine / "eight", ranks, name="adam8bit")
+            if resumes:
+                run = work / resumes / "eight" / "run"
+                two_ranks.resume(work, mine / "eight-resumed", ranks, run=run, name="adam8bit")
             two_ranks.minibatches(work, mine / "minibatches", ranks, once=bool(resumes))
             two_ranks.valued(work, mine / "valued", ranks)
 

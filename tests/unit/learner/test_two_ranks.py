@@ -140,7 +140,7 @@ def test_an_optimizer_of_whole_matrices_does_the_same_over_two_ranks(work):
 
 
 def test_moments_in_eight_bits_are_sharded_and_resumed_by_another_number_of_ranks(work):
-    """Sums in another order may round a moment to the number beside it: a few percent of a step of 1e-3."""
+    """Sums in another order may round a moment to its other neighbor: a few percent of a step of 1e-3."""
     (one, _), (two, _), (resumed, _) = (result(work / name) for name in ("one/eight", "two/eight", "two/eight-resumed"))
     for name in [key for key in one if key.startswith("weights/")]:
         torch.testing.assert_close(two[name], one[name], atol=1e-4, rtol=0, msg=name)
@@ -150,7 +150,7 @@ def test_moments_in_eight_bits_are_sharded_and_resumed_by_another_number_of_rank
         quantized = [key for key, part in saved.items() if key.startswith("optim/") and part.dtype == torch.uint8]
         assert len(quantized) > 10
         for _, state, name in (key.split("/") for key in quantized):
-            assert len(saved[f"optim/{state}_scale/{name}"]) == len(saved[f"model/{name}"]), "this rank's rows alone"
+            assert len(saved[f"optim/{state}_top/{name}"]) == len(saved[f"model/{name}"]), "this rank's rows alone"
 
 
 def test_two_ranks_export_one_whole_model_with_its_tokenizer_and_ties(work):
