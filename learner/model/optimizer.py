@@ -56,6 +56,7 @@ class Schedule:
     num_decay_steps: int = 0  # at the end, of warmup_stable_decay
     options: Mapping[str, Any] = field(default_factory=dict)  # more of its keywords
     setting: str = "policy.scheduler"  # the section, for messages
+    first_step: int = 0  # of the run; the schedule begins there, and counts from it
     _share: Callable[[int], float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +76,7 @@ class Schedule:
 
     def lr_at(self, step: int) -> float:
         """The rate of the update that turns version `step` into `step + 1`."""
+        step = max(0, step - self.first_step)
         if step < self.num_warmup_steps:
             return self.lr * (step + 1) / (self.num_warmup_steps + 1)
         return self.min_lr + (self.lr - self.min_lr) * self._share(min(step, self.num_steps))
@@ -82,15 +84,16 @@ class Schedule:
 
 def make_schedule(
     optimizer: OptimizerConfig, scheduler: ScheduleConfig, *, num_steps: int, steps_per_batch: int = 1,
-    lr_scale: float = 1.0, setting: str = "policy.scheduler",
+    lr_scale: float = 1.0, num_frozen_steps: int = 0, setting: str = "policy.scheduler",
 ) -> Schedule:
     """The schedule that the settings describe, over `num_steps` batches, with all its rates times `lr_scale`.
 
     Args:
         steps_per_batch: optimizer steps of each batch.
+        num_frozen_steps: batches at the start in which these weights are not trained; the schedule begins after them.
         setting: the section that `scheduler` is, for messages.
     """
-    total = num_steps * steps_per_batch
+    total = max(1, num_steps - num_frozen_steps) * steps_per_batch
     warmup = (scheduler.num_warmup_steps or 0) * steps_per_batch
     if scheduler.num_warmup_steps is None:
         warmup = math.ceil(scheduler.warmup_ratio * total)
@@ -102,6 +105,7 @@ def make_schedule(
     return Schedule(
         scheduler.name, optimizer.lr * lr_scale, total, warmup, scheduler.min_lr * lr_scale,
         min(math.ceil(scheduler.decay_ratio * total), max(0, total - warmup)), scheduler.options, setting,
+        num_frozen_steps * steps_per_batch,
     )
 
 

@@ -64,6 +64,7 @@ def load_trainer(
     schedule = make_schedule(
         config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps,
         steps_per_batch=settings.steps_per_batch, lr_scale=config.policy.lora.lr_scale if adapter else 1.0,
+        num_frozen_steps=settings.num_critic_warmup_steps if objective.has_critic else 0,
     )
     trainer = Trainer(networks, schedule, objective, settings, ranks, past.version, shadows=shadows)
     if config.policy.lora.rank is not None:  # what the adapter is added to, in the values that actors get

@@ -190,7 +190,7 @@ class CriticConfig:
     num_steps: int = ranged(1, ge=1)
     """Optimizer steps of the critic on each batch, however many the policy takes."""
     num_warmup_steps: int = 0
-    """Steps at the start of a run in which only the critic learns."""
+    """Steps at the start of a run in which only the critic learns; the policy's learning-rate schedule begins after."""
     clip: float | None = None
     """Bound on how far a value may move within one update's loss, from the second of its steps on; null is off."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))

@@ -172,6 +172,15 @@ def test_the_schedule_of_the_settings_counts_its_warm_up_in_steps_of_the_run():
     assert made == Schedule("linear", 2e-6, 50, num_warmup_steps=3, min_lr=1e-6, num_decay_steps=5)
 
 
+@pytest.mark.parametrize("name", ["linear", "cosine_with_min_lr", "warmup_stable_decay", "inverse_sqrt"])
+def test_a_schedule_begins_when_its_weights_are_trained(name):
+    scheduler = ScheduleConfig(name=name, num_warmup_steps=2, decay_ratio=0.5 * (name == "warmup_stable_decay"))
+    late = make_schedule(OptimizerConfig(lr=1.0), scheduler, num_steps=30, steps_per_batch=2, num_frozen_steps=10)
+    alone = make_schedule(OptimizerConfig(lr=1.0), scheduler, num_steps=20, steps_per_batch=2)
+    assert [late.lr_at(step) for step in range(20, 70)] == [alone.lr_at(step) for step in range(50)]
+
+
+
 @pytest.mark.parametrize(("settings", "message"), [
     ({"name": "cosine"}, "critic.scheduler.name=cosine is unknown.*constant, cosine_with_min_lr"),
     ({"name": "linear", "min_lr": 2.0}, "critic.scheduler.min_lr=2.0 must lie between 0 and the peak 1.0"),
