@@ -31,13 +31,15 @@ class RowAdvantages:
     """Advantages of whole trajectories, `(score - baseline) / scale`, and the baseline; [R] or [S].
 
     `moments` are those of the advantages over all action tokens of the batch. `turns` [R, U] or [S, U] are those of
-    single turns, where agents of a trajectory have advantages of their own.
+    single turns, where agents of a trajectory have advantages of their own. `fraction_alone` of the batch's
+    trajectories (or of the agents in them) had no other of their group to be compared with.
     """
 
     advantages: Tensor
     baseline: Tensor
     moments: Moments
     turns: Tensor | None = None
+    fraction_alone: float = 0.0
 
     def of(self, micro: MicroBatch) -> RowAdvantages:
         """The advantages of a micro-batch's trajectories, float32 and on its device."""

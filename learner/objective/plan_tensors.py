@@ -54,6 +54,7 @@ class PlanTensors:
     Attributes:
         scores: float64 [P] total reward.
         group_ids: int64 [P]; equal numbers share a baseline.
+        pool_ids: int64 [P]; who is alone in a group is compared with those of equal numbers. None: with all.
         num_tokens: int64 [P] action tokens.
         places: int64 [R] of this rank's trajectories among the P.
         weights: float32 [R] factor of each token loss of the trajectory in the loss of its minibatch.
@@ -70,6 +71,7 @@ class PlanTensors:
     head_lags: Tensor
     minibatches: Tensor
     num_minibatches: int
+    pool_ids: Tensor | None = None
 
     def gather(self, observed: Sequence[TokenBatch], measured: Callable[[TokenBatch], Tensor], ranks: Ranks) -> Tensor:
         """Values `measured` [S] on the trajectories of each micro-batch, as one float64 [P]; a collective call."""
@@ -140,7 +142,7 @@ def row_advantages(
     A weighted baseline stands in as leave-one-out until `weighted_row_advantages` has the current policy's ratios.
     `return_moments`, of the returns over the batch's tokens, is called if the estimator reads them.
     """
-    scores, groups = stats.scores, stats.group_ids
+    scores, groups, pools = stats.scores, stats.group_ids, stats.pool_ids
     baseline = advantage.baseline
     if baseline == "batch":
         groups = torch.zeros_like(groups)  # one group of all
@@ -149,13 +151,14 @@ def row_advantages(
     knobs: dict[str, Any] = {"baseline": baseline, "scale": advantage.scale}
     if estimator.of_rows:
         own = {name: value for name, value in knobs.items() if name in estimator.knobs}
-        values = estimator({"scores": scores, "group_ids": groups, "moments": None}, **own, **advantage.options)
+        given = {"scores": scores, "group_ids": groups, "pool_ids": pools, "moments": None}
+        values = estimator(given, **own, **advantage.options)
     else:
-        values = group_advantages(scores, groups, **knobs)
+        values = group_advantages(scores, groups, pools, **knobs)
     if baseline == "none":
         base = torch.zeros_like(scores)
     else:
-        base = group_mean(scores, groups) if baseline == "group_mean" else leave_one_out(scores, groups)
+        base = (group_mean if baseline == "group_mean" else leave_one_out)(scores, groups, pools)
     rows = _of_this_rank(stats, values, base)
     # Whitening needs the moments of what is whitened: these advantages, or the returns of an estimator of rewards.
     whitens_rows = estimator.whitens and advantage.baseline != "none"
@@ -187,7 +190,9 @@ def _of_this_rank(stats: PlanTensors, values: Tensor, base: Tensor) -> RowAdvant
     moments = Moments(
         count=counts.sum().double(), total=(counts * values).sum(), total_squares=(counts * values.square()).sum()
     )
-    return RowAdvantages(values[stats.places], base[stats.places], moments)
+    sizes = stats.group_ids.unique(return_counts=True)[1]
+    alone = int((sizes == 1).sum()) / max(1, len(stats.group_ids))
+    return RowAdvantages(values[stats.places], base[stats.places], moments, fraction_alone=alone)
 
 
 # --- advantages of agents ---------------------------------------------------------------------------------------------
@@ -199,7 +204,9 @@ def agent_advantages(
     """Advantages [R, U] of the turns of this rank's trajectories, U most turns of one; a collective call.
 
     An entry is one agent in one trajectory, with the rewards of its turns: entries stand in the place of trajectories
-    wherever a baseline or a scale is computed. The numbers of whole trajectories are means over their action tokens.
+    wherever a baseline or a scale is computed. An agent that is in one trajectory of its group is compared with its
+    entries of the whole batch, never with another agent's. The numbers of whole trajectories are means over their
+    action tokens.
     """
     turns = [_agent_numbers(row) for row in rows]
     places = stats.places.tolist()
@@ -214,7 +221,8 @@ def agent_advantages(
     scores, counts = (torch.tensor([entries[key][part] for key in keys], dtype=torch.float64) for part in (0, 1))
     groups = siblings.unique(dim=0, return_inverse=True)[1]
     found = row_advantages(
-        replace(stats, scores=scores, group_ids=groups, num_tokens=counts.long(), places=torch.arange(len(keys))),
+        replace(stats, scores=scores, group_ids=groups, pool_ids=siblings[:, 1], num_tokens=counts.long(),
+                places=torch.arange(len(keys))),
         advantage, estimator, lambda: return_moments(rows, advantage, ranks),
     )
     by_turn = torch.zeros(len(rows), max((len(agents) for agents in turns), default=0), dtype=torch.float64)
@@ -225,7 +233,7 @@ def agent_advantages(
         tokens = mine[torch.from_numpy(row.turns[row.mask])]
         if len(tokens):
             whole[:, number] = torch.stack([found.advantages[tokens].mean(), found.baseline[tokens].mean()])
-    return RowAdvantages(whole[0], whole[1], found.moments, by_turn)
+    return RowAdvantages(whole[0], whole[1], found.moments, by_turn, found.fraction_alone)
 
 
 def _agent_numbers(row: Trajectory) -> list[int]:

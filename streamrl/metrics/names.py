@@ -32,6 +32,9 @@ SECTIONS: dict[str, list[Metric]] = {
         ("score/trained", "score", "mean", "Score of a trajectory of the trained batch, after all filters."),
         ("group/zero_std_trained", "fraction", "mean", "Groups of the trained batch whose rewards are all equal.",
          "siblings"),
+        ("group/alone_fraction", "fraction", "mean",
+         "Trajectories without another of their group, compared with the whole batch; with `advantage.by=agent` the "
+         "same of each agent, compared with itself elsewhere in the batch."),
         ("group/filtered_fraction", "fraction", "mean", "Dropped by a filter, of the groups trained, filtered, too old "
                                                         "or failed in this step."),
         ("group/stale_fraction", "fraction", "mean", "Refused because of their lag, of the same groups."),

@@ -58,6 +58,7 @@ class StepStatistics:
         # Every rank has the whole plan: added by each, a trajectory would count once a rank.
         if ranks.rank == 0:
             add_plan(self._meter, plan.batch)
+            self._meter.add("group/alone_fraction", plan.row_advantages.fraction_alone, len(plan.batch))
         # Metrics report the rewards of the task, whatever the rules made of them.
         add_trajectories(self._meter, plan.recorded)
 

@@ -2,7 +2,8 @@
 
 Scores are total rewards, one per row [B]; rows of equal `group_ids` [B] belong together, in any order. Everything here
 is detached and per row; `broadcast_rows` puts it on the tokens. Standard deviations are unbiased. A group of one row
-uses the statistics of the whole batch (leave-one-out: all other rows); a single row in the batch has advantage 0.
+uses the statistics of its pool (leave-one-out: all other rows of it): the rows of equal `pool_ids` [B], by default the
+whole batch. A single row in its pool has advantage 0.
 Sums are taken relative to the group's smallest score, in float64: equal scores give exactly 0, whatever their value.
 """
 
@@ -53,35 +54,41 @@ def _centered_in(scores: Tensor, groups: _Grouping) -> tuple[Tensor, Tensor]:
     return centered, variance.sqrt()
 
 
-def center_by_group(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`score - mean`, std, and the number of rows they come from; batch statistics for groups of one. float64 [B]."""
+def center_by_group(
+    scores: Tensor, group_ids: Tensor, pool_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`score - mean`, std, and the number of rows they come from; the pool's for groups of one. float64 [B]."""
     check_alike(scores=scores, group_ids=group_ids)
     wide, groups = scores.double(), _grouping(group_ids)
     if not scores.numel():
         return wide, wide, wide
     own, own_std = _centered_in(wide, groups)
-    batch, batch_std = _centered_in(wide, _grouping(torch.zeros_like(group_ids)))
+    pools = _grouping(torch.zeros_like(group_ids) if pool_ids is None else pool_ids)
+    pool, pool_std = _centered_in(wide, pools)
     alone = groups.count == 1
-    count = torch.where(alone, float(scores.numel()), groups.count)
-    return torch.where(alone, batch, own), torch.where(alone, batch_std, own_std), count
+    count = torch.where(alone, pools.count, groups.count)
+    return torch.where(alone, pool, own), torch.where(alone, pool_std, own_std), count
 
 
 @torch.no_grad()
-def group_mean(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """Mean score of each row's group, [B]; the batch mean for a group of one."""
-    centered, _, _ = center_by_group(scores, group_ids)
+def group_mean(scores: Tensor, group_ids: Tensor, pool_ids: Tensor | None = None) -> Tensor:
+    """Mean score of each row's group, [B]; its pool's mean for a group of one."""
+    centered, _, _ = center_by_group(scores, group_ids, pool_ids)
     return (scores.double() - centered).to(float_dtype(scores))
 
 
 @torch.no_grad()
-def leave_one_out(scores: Tensor, group_ids: Tensor, *, weights: Tensor | None = None, min_ess: float = 2.0) -> Tensor:
-    """Mean score of the *other* rows of the group, [B]; of all other rows for a group of one.
+def leave_one_out(
+    scores: Tensor, group_ids: Tensor, pool_ids: Tensor | None = None, *, weights: Tensor | None = None,
+    min_ess: float = 2.0,
+) -> Tensor:
+    """Mean score of the *other* rows of the group, [B]; of the other rows of its pool for a group of one.
 
     With `weights` [B] (sequence ratios, truncated and detached) it is their weighted mean `sum w_j R_j / sum w_j` over
     j != i, which estimates the current policy's value from stale siblings with a bias of O(1/ESS). Where the others'
     count `(sum w)^2 / sum w^2` is below `min_ess`, the plain mean is used. Row i never enters its own baseline.
     """
-    centered, _, count = center_by_group(scores, group_ids)
+    centered, _, count = center_by_group(scores, group_ids, pool_ids)
     wide = scores.double()
     others = centered * count / (count - 1.0).clamp(min=1.0)  # score - mean of the others
     plain = torch.where(count > 1, wide - others, wide)
@@ -185,7 +192,8 @@ def reinforce_pp_advantages(
 
 @torch.no_grad()
 def group_advantages(
-    scores: Tensor, group_ids: Tensor, *, baseline: str = "leave_one_out", scale: str = "none", eps: float = 1e-6
+    scores: Tensor, group_ids: Tensor, pool_ids: Tensor | None = None, *, baseline: str = "leave_one_out",
+    scale: str = "none", eps: float = 1e-6,
 ) -> Tensor:
     """`(score - baseline) / scale` per row, [B]: the estimator `group`.
 
@@ -194,19 +202,19 @@ def group_advantages(
         scale: "none", "std" (of the group, plus eps) or "batch_std" (of the centered scores over the batch, plus eps).
     """
     require(scale in ("none", "std", "batch_std"), f"scale={scale!r} must be one of none, std, batch_std")
-    centered = scores.double() - _baseline(scores.double(), group_ids, baseline)
+    centered = scores.double() - _baseline(scores.double(), group_ids, pool_ids, baseline)
     if scale == "std":
-        centered = centered / (center_by_group(scores, group_ids)[1] + eps)
+        centered = centered / (center_by_group(scores, group_ids, pool_ids)[1] + eps)
     elif scale == "batch_std" and centered.numel():
         centered = centered / (_centered_in(centered, _grouping(torch.zeros_like(centered)))[1] + eps)
     return centered.to(float_dtype(scores))
 
 
-def _baseline(scores: Tensor, group_ids: Tensor, name: str) -> Tensor:
+def _baseline(scores: Tensor, group_ids: Tensor, pool_ids: Tensor | None, name: str) -> Tensor:
     check_alike(scores=scores, group_ids=group_ids)
     if name == "none":
         return torch.zeros_like(scores)
     if name == "group_mean":
-        return group_mean(scores, group_ids)
+        return group_mean(scores, group_ids, pool_ids)
     require(name == "leave_one_out", f"baseline={name!r} must be one of none, group_mean, leave_one_out")
-    return leave_one_out(scores, group_ids)
+    return leave_one_out(scores, group_ids, pool_ids)

@@ -57,6 +57,7 @@ SURROGATE_INPUTS: Mapping[str, str] = MappingProxyType({
 ESTIMATOR_INPUTS: Mapping[str, str] = MappingProxyType({
     "scores": "[B] minus the baseline, divided by the scale; with `group_ids` float64 [P], unchanged",
     "group_ids": "int64 [P]; its presence makes an estimator of whole trajectories, which returns [P]",
+    "pool_ids": "int64 [P], or None for one pool: a row without another in its group is compared with its pool",
     "baselines": "[B] zeros: they are already subtracted from the scores",
     "rewards": "[B, T], including any shaping",
     "behavior_logprobs": "[B, T] as the actor recorded them",

@@ -59,6 +59,9 @@ def literal(rows, baseline: str, scale: str) -> list[list[float]]:
             siblings = [other for other in rows if other.group_id == row.group_id and agent in other.agents]
             scores = [score(other, agent) for other in siblings]
             others = [score(other, agent) for other in siblings if other is not row]
+            if not others:  # alone in its group: the agent's other rewards of the batch, never another agent's
+                scores = [score(other, agent) for other in rows if agent in other.agents]
+                others = [score(other, agent) for other in rows if agent in other.agents and other is not row]
             mine, mean = score(row, agent), sum(scores) / len(scores)
             base = {"group_mean": mean, "leave_one_out": sum(others) / len(others) if others else mine, "none": 0.0}
             value = mine - base[baseline]
@@ -72,13 +75,14 @@ def literal(rows, baseline: str, scale: str) -> list[list[float]]:
 
 @pytest.mark.shows("advantage.by")
 @pytest.mark.parametrize("baseline", ["leave_one_out", "group_mean", "none"])
-@pytest.mark.parametrize("max_tokens", [10_000, 40])
-def test_each_token_has_the_advantage_of_its_turns_agent(baseline, max_tokens):
-    rows = rows_of(1)
-    settings = AdvantageConfig(baseline=baseline, by=AdvantageBy.agent)
+@pytest.mark.parametrize("scale", ["none", "std"])
+@pytest.mark.parametrize(("groups", "size", "max_tokens"), [(3, 4, 10_000), (3, 4, 40), (5, 2, 10_000), (6, 1, 10_000)])
+def test_each_token_has_the_advantage_of_its_turns_agent(baseline, scale, groups, size, max_tokens):
+    rows = rows_of(1, groups, size)
+    settings = AdvantageConfig(baseline=baseline, scale=scale, by=AdvantageBy.agent)
 
     found = advantages_of(rows, settings, max_tokens=max_tokens)
-    for number, values in enumerate(literal(rows, baseline, "none")):
+    for number, values in enumerate(literal(rows, baseline, scale)):
         assert found[number][0].tolist() == pytest.approx(values, abs=2e-6)
     whole = advantages_of(rows, replace(settings, by=AdvantageBy.trajectory))
     assert any((found[i][0] - whole[i][0]).abs().max() > 0.1 for i in found)
