@@ -178,7 +178,7 @@ def test_the_list_says_how_each_command_would_be_run(capsys: pytest.CaptureFixtu
 
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 * len(ITEMS)
-    assert any("README.md:" in line and "not run: needs a second machine" in line for line in lines)
+    assert any("two_machines.md:" in line and "not run: needs a second machine" in line for line in lines)
 
 
 def test_the_make_target_starts_it():

@@ -28,7 +28,7 @@ def file_of_the_page(name, tmp_path):
     return task
 
 
-@pytest.mark.parametrize("page", ["docs/environments.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/environments.md", "docs/first_hour.md"])
 def test_the_task_of_the_page_works_as_printed(page, tmp_path):
     block = re.search(r"```python\n(# my_task\.py\n.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert block, f"{page} shows no my_task.py"
@@ -70,8 +70,9 @@ def test_the_page_names_every_reward_and_every_field_that_is_looked_for():
     assert not [key for key in (*PROMPT_KEYS, *ANSWER_KEYS) if f"`{key}`" not in data]
 
 
-def test_the_dataset_that_the_readme_names_works_with_the_experiment_that_it_names():
-    words = re.search(r"`(experiment=\w+ env\.name=reasoning_gym\.\w+)`", (ROOT / "README.md").read_text())
+def test_the_dataset_that_the_page_names_works_with_the_experiment_that_it_names():
+    page = (ROOT / "docs" / "environments.md").read_text()
+    words = re.search(r"(experiment=\w+ env\.name=reasoning_gym\.\w+)", page)
     assert words
     env = load_config(words[1].split()).env
 
