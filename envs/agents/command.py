@@ -64,7 +64,7 @@ async def _run(words: list[str], record: Record, session: AgentSession, folder: 
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
     if not answer:
-        raise TaskError("env.agent_command was killed with the process that watches it: see what does that, as a limit of memory")
+        raise TaskError("env.agent_command and its watcher were killed: see what does that, as a limit of memory")
     done = json.loads(answer)
     if code := done["status"]:
         raise TaskError(f"env.agent_command ended with status {code}, see its last line: {_last_line(done['err'])}")
