@@ -10,7 +10,7 @@ from typing import Any
 
 from actors.endpoint.sessions import Session, Sessions
 from actors.trajectory.client import Client
-from streamrl.config.addresses import reach_directly
+from streamrl.config.addresses import in_url, reach_directly
 from streamrl.errors import EngineError
 
 log = logging.getLogger("streamrl.actor")
@@ -71,4 +71,4 @@ class Endpoint:
     def _root(self) -> str:
         if "://" in self._advertise:
             return self._advertise.rstrip("/")
-        return f"http://{self._advertise}:{self._port}"
+        return f"http://{in_url(self._advertise)}:{self._port}"

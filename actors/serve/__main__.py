@@ -33,7 +33,7 @@ from actors.trajectory.client import Client
 from actors.trajectory.rules import EpisodeRules, PromptTooLongError
 from actors.trajectory.transcript import Transcript
 from streamrl.commands import exit_at_once, status_of
-from streamrl.config.addresses import is_loopback
+from streamrl.config.addresses import in_url, is_loopback
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.rules import eval_sampling
 from streamrl.config.schema import SamplingConfig
@@ -104,8 +104,8 @@ async def run(source: str, words: Sequence[str], host: str, port: int, key: str 
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        print(f"serving {source} at http://{host}:{port}/v1", flush=True)
-        print(f"for Anthropic's clients http://{host}:{port}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        print(f"serving {source} at http://{in_url(host)}:{port}/v1", flush=True)
+        print(f"for Anthropic's clients http://{in_url(host)}:{port}; Ctrl-C ends it", file=sys.stderr, flush=True)
         await ended.wait()
         await runner.cleanup()
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import sys
 from http.server import ThreadingHTTPServer
 from typing import Any
@@ -18,6 +19,7 @@ from envs.data.shapes import code_tests
 from envs.json_handler import JsonHandler
 from envs.rewards.code import grade_program
 from envs.sandbox import Limits, SandboxPool
+from streamrl.config.addresses import in_url
 from streamrl.errors import TaskError
 
 PATH = "/check_correctness"
@@ -46,7 +48,10 @@ def make_server(host: str, port: int, pool: SandboxPool) -> ThreadingHTTPServer:
             )  # fmt: skip
             return {"result": results, "metadata": [{}] * len(results)}
 
-    return ThreadingHTTPServer((host, port), Handler)
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    return Server((host.strip("[]"), port), Handler)
 
 
 def main() -> int:
@@ -63,7 +68,7 @@ def main() -> int:
         return 2
     with pool, make_server(args.host, args.port, pool) as server:
         host, port = server.server_address[:2]
-        print(f"code verifier at http://{host!s}:{port}{PATH}, sandbox {pool.description}", flush=True)
+        print(f"code verifier at http://{in_url(str(host))}:{port}{PATH}, sandbox {pool.description}", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -19,6 +19,7 @@ from streamrl.errors import StreamrlError
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import watch
 from streamrl.transport.rank_keys import RankKeys
+from streamrl.transport.sockets import socket_root
 from streamrl.weights.gpu.broadcast import Broadcaster
 from streamrl.weights.gpu.cuda_memory import CudaMemory, device_id
 from streamrl.weights.gpu.ipc import IpcBufferServer
@@ -54,7 +55,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # the hub decides
         signal.signal(number, signal.SIG_IGN)
     settings = read_settings(Path(sys.argv[1]))
-    with tempfile.TemporaryDirectory(prefix="streamrl-slots-") as home:
+    with tempfile.TemporaryDirectory(prefix="streamrl-slots-", dir=socket_root()) as home:
         try:
             return serve(settings, home)
         except torch.OutOfMemoryError as error:

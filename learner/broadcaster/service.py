@@ -38,6 +38,7 @@ from streamrl.messages import (
 from streamrl.messages.codec import Decoder, encode
 from streamrl.transport.authentication import connect_with
 from streamrl.transport.keys import ActorKey
+from streamrl.transport.sockets import allow_ipv6
 from streamrl.weights.document import Document
 from streamrl.weights.gpu.broadcast import GRACE_S, Broadcaster
 from streamrl.weights.gpu.communicator import CommunicatorStuck
@@ -75,6 +76,7 @@ class BroadcasterService:
         self._socket.setsockopt(zmq.LINGER, 200)
         if key is not None:
             connect_with(self._socket, key)
+        allow_ipv6(self._socket, endpoint)
         self._socket.connect(endpoint)
         self._decoder = Decoder(HUB_TO_BROADCASTER, max_bytes=1 << 30)
         self._documents: dict[VersionRef, Document] = {}

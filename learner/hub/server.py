@@ -33,14 +33,14 @@ from learner.hub.shared.context import HubContext, Outbound
 from learner.hub.shared.settings import HubSettings
 from learner.hub.shared.weight_server import WeightServer
 from learner.hub.status import write_hub_json, write_status
-from streamrl.config.addresses import is_wildcard
+from streamrl.config.addresses import in_url, is_wildcard
 from streamrl.messages import InstallSource
 from streamrl.transport.authentication import Authenticator
 from streamrl.transport.control import ControlServer
 from streamrl.transport.keys import KeyDirectory
 from streamrl.transport.peers import PeerLimit
 from streamrl.transport.rank_keys import RankKeys
-from streamrl.transport.sockets import bind, bound_endpoint, hub_router
+from streamrl.transport.sockets import allow_ipv6, bind, bound_endpoint, hub_router
 from streamrl.transport.tcp import retry_soon
 from streamrl.weights.transport import device_transports
 
@@ -82,7 +82,7 @@ class HubServer:
         self._peers = PeerLimit(self._actor_socket)
         bind(self._actor_socket, settings.bind, "hub.bind")
         self.endpoint = bound_endpoint(self._actor_socket)
-        host = settings.hub.advertise or self.endpoint.removeprefix("tcp://").rpartition(":")[0]
+        host = in_url(settings.hub.advertise) if settings.hub.advertise else self.endpoint.removeprefix("tcp://").rpartition(":")[0]
         weights = WeightServer(self._zmq, settings, host, self._authenticator)
         # A context of its own: ZAP asks one authenticator per context, and ranks have other keys than actors.
         self._rank_zmq = zmq.Context()
@@ -91,6 +91,7 @@ class HubServer:
         self._rank_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._rank_authenticator is not None:
             self._rank_authenticator.protect(self._rank_socket)
+        allow_ipv6(self._rank_socket, settings.rank_endpoint)
         self._rank_socket.bind(settings.rank_endpoint)
         if rank_keys is not None:  # what these sockets accept will wait as they do
             retry_soon(settings.rank_silent_s)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from learner.ranks.mesh import Ranks
+from streamrl.config.addresses import in_url
 from streamrl.transport.keys import ActorKey, actor_key
 from streamrl.transport.rank_keys import RankKeys
+from streamrl.transport.sockets import socket_folder
 
 FOLDER_PREFIX = "streamrl-ranks-"
 ANY_PORT = "tcp://0.0.0.0:0"
@@ -51,8 +52,8 @@ class RankDoor:
     @staticmethod
     def make() -> RankDoor:
         if spans_machines():
-            return RankDoor(ANY_PORT, RankKeys.new())
-        return RankDoor(f"ipc://{tempfile.mkdtemp(prefix=FOLDER_PREFIX)}/ranks")  # only this user may enter it
+            return RankDoor("tcp://[::]:0" if ":" in os.environ.get("MASTER_ADDR", "") else ANY_PORT, RankKeys.new())
+        return RankDoor(f"ipc://{socket_folder(FOLDER_PREFIX)}/ranks")
 
     def endpoint(self, run_dir: Path, start: int, check_hub: Callable[[], None]) -> RankEndpoint:
         """Wait until the hub has taken a port; returns what ranks connect to. Raises StreamrlError if the hub ends."""
@@ -64,7 +65,7 @@ class RankDoor:
             found = json.loads(note.read_text()) if note.exists() else {}
             if found.get("start") == start:
                 port = found["ranks"].rpartition(":")[2]
-                return RankEndpoint(f"tcp://{os.environ['MASTER_ADDR']}:{port}", self.keys.key)
+                return RankEndpoint(f"tcp://{in_url(os.environ['MASTER_ADDR'])}:{port}", self.keys.key)
             time.sleep(POLL_S)
 
 

@@ -38,6 +38,7 @@ from streamrl.messages import (
 from streamrl.messages.codec import Decoder, encode
 from streamrl.transport.authentication import connect_with
 from streamrl.transport.keys import ActorKey
+from streamrl.transport.sockets import allow_ipv6
 
 log = logging.getLogger("streamrl.learner")
 
@@ -86,6 +87,7 @@ class HubLink:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         if key is not None:
             connect_with(self._socket, key)
+        allow_ipv6(self._socket, endpoint)
         self._socket.connect(endpoint)
         self._send(self._ready)
         self._heard_at = self._reported_at = time.monotonic()

@@ -25,6 +25,7 @@ from streamrl.messages.codec import Decoder, encode
 from streamrl.processes import host_id
 from streamrl.transport.authentication import connect_with
 from streamrl.transport.keys import ActorKey
+from streamrl.transport.sockets import allow_ipv6
 from streamrl.transport.tcp import retry_soon
 
 log = logging.getLogger("streamrl.learner")
@@ -101,6 +102,7 @@ class RankBeats:
         dealer.setsockopt(zmq.SNDHWM, 16)  # a hub that reads nothing must not fill this process's memory
         if self._key is not None:
             connect_with(dealer, self._key)
+        allow_ipv6(dealer, self._endpoint)
         dealer.connect(self._endpoint)
         closing = False
         while not closing:

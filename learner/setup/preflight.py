@@ -7,6 +7,7 @@ libraries are imported where they are first needed: most mistakes are found with
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import socket
@@ -216,15 +217,16 @@ def check_port(address: str, setting: str) -> None:
     """Raise ConfigError if another process listens at this address; port 0 is any free one."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the hub does: a run that just ended is no bar
-        try:
+    try:
+        with socket.socket(family) as probe:
+            # As the hub does: a run that just ended is no bar.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host.strip("[]"), int(port)))
-        except OSError as error:
-            raise ConfigError(
-                f"{setting}={address} cannot be used ({error.strerror}): stop the process that has it, or choose "
-                "another port (0: any free)."
-            ) from error
+    except OSError as error:
+        way = "stop the process that has it, or choose another port (0: any free)"
+        if error.errno != errno.EADDRINUSE:
+            way = "give an address of this machine"
+        raise ConfigError(f"{setting}={address} cannot be used ({error.strerror}): {way}.") from error
 
 
 def check_models(config: Config, notify: Callable[[str], None]) -> None:

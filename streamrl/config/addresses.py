@@ -16,6 +16,11 @@ def is_address(address: str) -> bool:
     return re.fullmatch(r"tcp://(\[[^\]\s]+\]|[^\s/:]+):\d{1,5}", address) is not None
 
 
+def in_url(host: str) -> str:
+    """A host as it stands in front of :PORT; an address of IPv6 has brackets there."""
+    return f"[{host.strip('[]')}]" if ":" in host else host
+
+
 def is_loopback(address: str) -> bool:
     """Whether only processes of this machine reach tcp://HOST:PORT."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import zmq
 
 from streamrl.errors import ControlError
+from streamrl.transport.sockets import socket_folder, socket_root
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ControlServer:
 
     def __init__(self, context: zmq.Context, answer: Answerer) -> None:
         remove_dead_folders()
-        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))  # mode 0700
+        self._folder = Path(socket_folder(FOLDER_PREFIX))
         (self._folder / OWNER).write_text(json.dumps(note("")))
         self.endpoint = f"ipc://{self._folder}/control"
         self._answer = answer
@@ -79,7 +79,7 @@ def note(endpoint: str) -> dict[str, Any]:
 
 def remove_dead_folders() -> None:
     """Remove the folders of this user's processes on this machine that were killed without a chance to do so."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+    for folder in Path(socket_root()).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError, ValueError):  # of another user, just begun or just gone
             owner = json.loads((folder / OWNER).read_text())
             if folder.stat().st_uid == os.getuid() and not is_running(owner):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import zmq
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, StreamrlError
 from streamrl.transport.authentication import connect_with
 from streamrl.transport.keys import ActorKey, split_endpoint
 
@@ -35,6 +38,7 @@ def actor_dealer(
     address, server = split_endpoint(endpoint)
     if key is not None:
         connect_with(socket, key, server)
+    allow_ipv6(socket, address)
     try:
         socket.connect(address)
     except zmq.ZMQError:
@@ -57,6 +61,12 @@ def _socket(context: zmq.Context, kind: int, max_message_bytes: int, receive_hwm
     return socket
 
 
+def allow_ipv6(socket: zmq.Socket, address: str) -> None:
+    """Before the bind to, or the connection with, tcp://[ADDRESS]:PORT; elsewhere it changes what names stand for."""
+    if "[" in address:
+        socket.setsockopt(zmq.IPV6, 1)
+
+
 def bound_endpoint(socket: zmq.Socket) -> str:
     """The endpoint that a bind to port 0 took."""
     return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
@@ -64,6 +74,7 @@ def bound_endpoint(socket: zmq.Socket) -> str:
 
 def bind(socket: zmq.Socket, address: str, setting: str) -> None:
     """Bind, or raise ConfigError naming the `setting` that the address came from and the remedy."""
+    allow_ipv6(socket, address)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -71,4 +82,25 @@ def bind(socket: zmq.Socket, address: str, setting: str) -> None:
             raise ConfigError(
                 f"{setting}: {address} is in use by another process; stop that, or choose another port (0: any free)"
             ) from error
-        raise ConfigError(f"{setting}: cannot bind {address}: {error}") from error
+        raise ConfigError(f"{setting}: cannot bind {address}: {error}; give an address of this machine") from error
+
+
+MAX_ROOT = 64
+"""Characters of a folder for folders of sockets: a path of a socket has at most 107, and vLLM adds 37."""
+
+
+def socket_root() -> str:
+    """The folder for sockets of this machine: that for temporary files, or a shorter one where its path is too long."""
+    usual = tempfile.gettempdir()
+    for root in (usual, "/tmp", "/var/tmp"):
+        if len(os.fsencode(root)) <= MAX_ROOT and os.access(root, os.W_OK | os.X_OK):
+            return root
+    raise StreamrlError(
+        f"the folder for temporary files, {usual}, has over {MAX_ROOT} characters, too many for sockets in it, and in "
+        "/tmp none can be made: export TMPDIR=DIR with a shorter path"
+    )
+
+
+def socket_folder(prefix: str) -> str:
+    """A new folder that only this user may enter, for sockets."""
+    return tempfile.mkdtemp(prefix=prefix, dir=socket_root())

@@ -24,6 +24,7 @@ from streamrl.architectures.rope import has_dynamic_rope
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD
 from streamrl.errors import EngineError
 from streamrl.parent_watch import program
+from streamrl.transport.sockets import socket_root
 
 WORKER_EXTENSION = "actors.engines.vllm.worker.DocumentLoader"
 OURS = frozenset({
@@ -104,6 +105,7 @@ def environment(mark: str, device: str, num_threads: int | None, eager: bool) ->
         "VLLM_LOGGING_LEVEL": "ERROR" if device == "cpu" else "WARNING",
         # V1 draws tokens of seeded requests one row after the other. V2 needs Triton, which has no release for CPUs.
         "VLLM_USE_V2_MODEL_RUNNER": "0" if device == "cpu" else "1",
+        "VLLM_RPC_BASE_PATH": socket_root(),
         "SPT_NOENV": "1",  # process titles must not overwrite the mark
     }
     if device == "cpu":

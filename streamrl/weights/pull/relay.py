@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import signal
 import threading
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import zmq
 
-from streamrl.config.addresses import is_loopback
+from streamrl.config.addresses import is_address, is_loopback
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import Announce, Base, Layout, Limits, Manifest, Offer, Welcome
 from streamrl.messages.printable import start_log
@@ -272,7 +271,7 @@ def read_words(words: list[str]) -> tuple[str, str, str]:
         given[name] = rest.pop(0)
     for name in ("--learner", "--bind"):
         value = given[name]
-        if not re.fullmatch(r"tcp://[^\s/]+:\d{1,5}", value):
+        if not is_address(value):
             raise wrong(f"{name}={value or 'nothing'} is not a valid address: give {name} tcp://HOST:PORT")
     if not is_loopback(given["--bind"]) and not given["--key"]:
         raise wrong(

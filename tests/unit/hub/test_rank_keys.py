@@ -9,25 +9,27 @@ from learner.hub.server import HubServer
 from learner.hub_client import link
 from learner.hub_client.endpoint import RankDoor, RankEndpoint, spans_machines
 from learner.hub_client.link import HubLink
+from streamrl.config.addresses import in_url
 from streamrl.errors import StreamrlError
 from streamrl.transport.keys import KeyPair
 from streamrl.transport.rank_keys import VARIABLE, RankKeys
 from tests.unit.config.setting_harness import LiveHub, config_of
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def hub(tmp_path, monkeypatch, request):
     keys = RankKeys.new()
     monkeypatch.setattr(
         "tests.unit.config.setting_harness.HubServer",
         lambda settings, **options: HubServer(
-            msgspec.structs.replace(settings, rank_endpoint="tcp://127.0.0.1:0"), rank_keys=keys, **options
+            msgspec.structs.replace(settings, rank_endpoint=f"tcp://{in_url(request.param)}:0"), rank_keys=keys,
+            **options
         ),
     )
 
     def connect(endpoint, **options):
         door = RankDoor("tcp://127.0.0.1:0", keys)
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_ADDR", request.param)
         found = door.endpoint(tmp_path, 1, lambda: None)
         return HubLink(found.address, key=found.key, **options)
 
