@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -21,7 +22,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
+from hydra.core.override_parser.types import ChoiceSweep, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -30,7 +31,18 @@ from yaml import YAMLError
 from streamrl.config.aliases import nearest, suggestion
 from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
-from streamrl.config.settings_file import as_words, checked_text, given_values, is_file, key_given_twice, lost_of_recipe
+from streamrl.config.settings_file import (
+    as_typed,
+    as_words,
+    checked_text,
+    given_values,
+    is_file,
+    keep_texts,
+    key_given_twice,
+    lost_of_recipe,
+    quote_each,
+    quote_texts,
+)
 from streamrl.config.wording import (
     field_sentences,
     one_line,
@@ -50,6 +62,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 GROUPS = ("experiment", "algorithm")
 """Config groups under configs/: `experiment=quickstart` picks configs/experiment/quickstart.yaml."""
+PATHS = ("data.path", "data.test_path")
+"""Settings of several types, of which a scalar is a path."""
 FORM = ("apply_chat_template", "system_prompt", "chat_template")
 """Of `data`: how a prompt reads, which fits the task that an experiment set it for."""
 
@@ -116,7 +130,10 @@ def read_files(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     for file in filter(is_file, words):
         try:
-            values = OmegaConf.to_container(OmegaConf.create(checked_text(Path(file))))
+            text = checked_text(Path(file))
+            values = OmegaConf.to_container(OmegaConf.create(text))
+            if isinstance(values, dict):
+                keep_texts(values, as_typed(text), texts())
         except FileNotFoundError as error:
             raise ConfigError(f"{file}: there is no such settings file (looked in {Path.cwd()})") from error
         except (OSError, ValueError, RecursionError, OmegaConfBaseException, YAMLError) as error:
@@ -135,7 +152,8 @@ def read_files(words: Sequence[str]) -> list[str]:
 def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     """Overrides in hydra's grammar, which wants keys of an open mapping marked as added.
 
-    It cannot read every text, such as a path with ~ or parentheses: what a setting takes as text is quoted then.
+    It cannot read every text, such as a path with ~ or parentheses, and reads others as numbers: what a setting takes
+    as text is quoted then.
     """
     words = map(_quoted, overrides)
     return [f"++{word}" if word.replace("=", ".", 1).startswith(open_mappings()) else word for word in words]
@@ -144,13 +162,20 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
 def _quoted(word: str) -> str:
     key, _, value = word.partition("=")
     try:
-        _parse(word)
+        found = _parse(word)._value
     except HydraException:
         kind = {name: kind for name, kind, _, _ in settings()}.get(key, "str")  # of an open mapping, whatever it is
         if not kind.startswith("str") or value[:1] in ("[", "{", "'", '"'):
             refuse_unreadable(key, value)
         return f"{key}='{value}'" if "'" not in value else f'{key}="{value}"'
-    return word
+    name = key.lstrip("+")
+    if name not in texts() or (name in _lists_of_texts() and not isinstance(found, list | ChoiceSweep)):
+        return word
+    if isinstance(found, ChoiceSweep):
+        listed = re.fullmatch(r"choice\((.*)\)", value, re.DOTALL)
+        start, inner, end = ("choice(", listed[1], ")") if listed else ("", value, "")
+        return f"{key}={start}{quote_each(inner, found.list)}{end}"
+    return f"{key}={quote_texts(value, found)}"
 
 
 def _with_overrides_first(composed: DictConfig, overrides: Sequence[str], task: Mapping[str, Any]) -> DictConfig:
@@ -314,6 +339,18 @@ def setting_names() -> frozenset[str]:
 
 
 @cache
+def texts() -> frozenset[str]:
+    """Names of the settings that are texts, or lists of them: what is typed there is no number and no truth value."""
+    kinds = {name: kind for name, kind, _, _ in settings()}
+    return frozenset(name for name in kinds if kinds[name].startswith("str") or name in PATHS) | _lists_of_texts()
+
+
+@cache
+def _lists_of_texts() -> frozenset[str]:
+    return frozenset(name for name, kind, _, _ in settings() if kind == "list[str]")
+
+
+@cache
 def open_mappings() -> tuple[str, ...]:
     """Prefixes of settings that take any key (`env.options.`); their reader checks the keys."""
     return tuple(f"{name}." for name, _, default, _ in settings() if isinstance(default, dict))
@@ -354,7 +391,16 @@ def _schema() -> DictConfig:
 
 def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """The inverse of `to_plain`, with overrides on top (an actor's own settings over the learner's)."""
-    return _on_top(values, OmegaConf.from_dotlist, overrides)
+    return _on_top(values, _from_dotlist, overrides)
+
+
+def _from_dotlist(words: list[str]) -> DictConfig:
+    """The values of words in YAML's grammar."""
+    found = OmegaConf.from_dotlist(words)
+    for key, text in given_values(words).items():
+        if key in texts() and not isinstance(typed := as_typed(text), Mapping):
+            OmegaConf.update(found, key, typed)
+    return found
 
 
 def with_settings(config: Config, values: Mapping[str, Any], *, whole: bool = True) -> Config:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,49 @@ def literal(value: Any) -> str:
     if isinstance(value, str):
         return "'" + re.sub(r"(\\*)('|$)", lambda end: end[1] * 2 + "\\'" * len(end[2]), value, flags=re.DOTALL) + "'"
     return str(value)
+
+
+class _Texts(yaml.SafeLoader):
+    """Every scalar but null is the text that was typed: 1e5, true and 0x10 too."""
+
+
+_Texts.yaml_implicit_resolvers = {
+    first: [one for one in known if one[0] in ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def as_typed(text: str) -> Any:
+    """The values of YAML, scalars as the texts that were typed."""
+    return yaml.load(text, Loader=_Texts)
+
+
+def keep_texts(values: dict[str, Any], typed: Any, names: Container[str], prefix: str = "") -> None:
+    """Put the texts that were typed in the place of values of the settings of these names, which are texts."""
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(typed, Mapping):
+            keep_texts(value, typed.get(key), names, f"{prefix}{key}.")
+        elif f"{prefix}{key}" in names and isinstance(typed, Mapping):
+            values[key] = typed[key]
+
+
+def quote_texts(text: str, value: Any) -> str:
+    """A text in the grammar of overrides, with quotes around what is no text in `value`, as which it was read."""
+    if isinstance(value, bool | int | float):
+        return literal(text)
+    if isinstance(value, list) and text.startswith("[") and text.endswith("]"):
+        return f"[{quote_each(text[1:-1], value)}]"
+    return text
+
+
+def quote_each(text: str, values: Sequence[Any]) -> str:
+    """The same for texts with commas between them."""
+    parts = [part.strip() for part in _SPLIT.findall(text)]
+    return ",".join(map(quote_texts, parts, values)) if len(parts) == len(values) else text
+
+
+_SPLIT = re.compile(r"""((?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\[[^\]]*\]|[^,\[\]'"])+)(?:,|$)""")
+"""What stands between two commas, which neither quotes nor brackets enclose."""
 
 
 def key_given_twice(text: str) -> str | None:
