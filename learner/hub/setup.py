@@ -11,6 +11,7 @@ from pathlib import Path
 from envs.data.shapes import too_long
 from envs.registry import task_of
 from learner.hub.ledger.ledger import Ledger
+from learner.hub.ledger.snapshots import read_snapshot
 from learner.hub.ledger.tables.evals import EvalSource
 from learner.hub.ledger.tables.filters import GroupFilter, accuracy_range, first_of, zero_std
 from learner.hub.ledger.tables.prompts import PromptStream
@@ -42,7 +43,7 @@ def open_ledger(settings: HubSettings) -> tuple[Ledger, RunLog]:
 
 
 def make_ledger(
-    settings: HubSettings, records: Callable[[int], Iterable[tuple[int, Record]]] | None = None
+    settings: HubSettings, records: Callable[..., Iterable[tuple[int, Record]]] | None = None
 ) -> Ledger:
     """Make a fresh ledger, or with records of a log the one that they and the checkpoint give."""
     task = task_of(settings)
@@ -59,7 +60,8 @@ def make_ledger(
     if records is None:
         return Ledger(version=settings.started.version, lineage=settings.lineage, **arguments)
     state = None if settings.restore_path is None else Path(settings.restore_path).read_bytes()
-    return Ledger.restore(state, lineage=settings.lineage, records=records, **arguments)
+    known = partial(records, complete_from=read_snapshot(state).next_sequence if state is not None else 1)
+    return Ledger.restore(state, lineage=settings.lineage, records=known, **arguments)
 
 
 def record_of(task: Task, split: str, index: int) -> bytes:

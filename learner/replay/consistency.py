@@ -23,7 +23,7 @@ from streamrl.messages import GroupOrigin, PlanRow
 from streamrl.metrics.files import read_lines, read_object
 from streamrl.stream.history import History, LoggedBatch
 from streamrl.stream.records import Evaluated, StepTaken
-from streamrl.stream.segments import read_records
+from streamrl.stream.segments import ANYWHERE, read_records
 from streamrl.weights.manifest import root_of
 
 OF_THE_START = {"run.dir", "checkpoint.resume"}
@@ -160,7 +160,8 @@ def _row(found: Compared, step: StepTaken, plan: Sequence[PlanRow], row: Mapping
 
 def _evaluations(found: Compared, run_dir: Path) -> None:
     logged = {
-        (one.dataset, one.version): one for _, one in read_records(run_dir) if isinstance(one, Evaluated)
+        (one.dataset, one.version): one
+        for _, one in read_records(run_dir, complete_from=ANYWHERE) if isinstance(one, Evaluated)
     }
     for _, line in read_lines(run_dir / "evaluations.jsonl", json.loads):
         name = f"evaluations.jsonl, version {line['version']}" + (f" on {line['dataset']}" if line["dataset"] else "")

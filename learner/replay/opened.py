@@ -37,7 +37,7 @@ from streamrl.errors import ControlError
 from streamrl.parent_watch import program
 from streamrl.stream.history import History, LoggedBatch
 from streamrl.stream.records import RunStarted
-from streamrl.stream.segments import read_records
+from streamrl.stream.segments import ANYWHERE, read_records
 
 log = logging.getLogger("streamrl.replay")
 
@@ -184,7 +184,8 @@ def join_ranks(run_dir: Path, module: str) -> None:
 
     As many as the run had: sums over ranks have another order for another number.
     """
-    starts = [body for _, body in read_records(run_dir) if isinstance(body, RunStarted)] if run_dir.is_dir() else []
+    records = read_records(run_dir, complete_from=ANYWHERE) if run_dir.is_dir() else ()
+    starts = [body for _, body in records if isinstance(body, RunStarted)]
     num = int(starts[-1].environment.get("ranks", "1")) if starts else 1
     if num > 1 and "RANK" not in os.environ:
         command = [

@@ -74,8 +74,7 @@ def history_after(given: Inputs, run_dir: Path) -> History:
         return History.read(run_dir, first)
     except StreamrlError as error:
         raise StreamrlError(
-            f"the log of the run is damaged, what was trained after its checkpoint cannot be recovered: {error}. To go "
-            f"on from the checkpoint, without what arrived since, move {run_dir / 'stream'} away"
+            f"the log of the run is damaged, what was trained after its checkpoint cannot be recovered: {error}"
         ) from error
 
 

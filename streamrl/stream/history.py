@@ -61,7 +61,8 @@ class History:
 
     @classmethod
     def read(cls, run_dir: Path | str, first: int | None = None) -> History:
-        """Read a log from a record on, by default all that is there; frames stay in the files.
+        """Read a log from a record on, by default from the first after which none is missing; frames stay in the
+        files.
 
         Raises:
             ControlError: the run has no log.
@@ -70,13 +71,13 @@ class History:
         if first is None:
             if not (files := segments(run_dir)):
                 raise ControlError(f"{run_dir} has no log (its folder {FOLDER}/): it was made by an earlier release")
-            first = files[0].first
+            first = next((one.first for one in reversed(files) if one.previous != one.first), files[0].first)
         history = cls(run_dir, first)
         for place, view in scan(run_dir, first):
             if place.kind == GroupArrived.KIND:
                 history._places[place.sequence] = place
                 continue
-            match decode(view):
+            match decode(view, place.form, place):
                 case RunStarted() as start:
                     history._started(start)
                 case BatchCut() as cut:
@@ -114,7 +115,7 @@ class History:
         missing = {one for one in sequences if one not in self._places}
         if not missing:
             return
-        for place, _ in scan(self.run_dir, min(missing)):
+        for place, _ in scan(self.run_dir, min(missing), complete_from=self.first):
             if place.sequence >= self.first:
                 break
             if place.kind == GroupArrived.KIND:

@@ -1,16 +1,22 @@
 """The records of a run's log, and their form in a file.
 
-    length u32 | kind u8 | sequence u64 | body (MessagePack) | xxh3-64 of all of it, u64        little-endian
+    magic | length u32 | kind u8 | sequence u64 | synced u64 | xxh3-64 of these | body (MessagePack) | xxh3-64 of it
 
-`length` counts the body. Sequence numbers start at 1 and rise by one from record to record, over all segments and
-starts. Fields are only appended, with defaults, and kinds are never reused: an old log stays readable.
+Little-endian. `length` counts the body; records up to `synced` were on the disk before this one was written. The
+header's digest begins with a number that the segment drew, the body's with the sequence number: no bytes of another
+file and no frame that an actor made are taken for a record. Sequence numbers start at 1 and rise by one from record to
+record, over all segments and starts. Fields are only appended, with defaults, and kinds are never reused: an old log
+stays readable.
 """
 
 from __future__ import annotations
 
+import mmap
+import re
 import struct
-from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -19,14 +25,28 @@ from msgspec import Struct
 from streamrl.errors import StreamrlError
 from streamrl.messages import Manifest, PlanRow
 
-HEADER = struct.Struct("<IBQ")
+RECORD_MAGIC = b"\xf5REC"
+HEADER = struct.Struct("<4sIBQQQ")
+OLD_HEADER = struct.Struct("<IBQ")
+"""Of segments before headers had a digest: length, kind, sequence; one digest of all of it follows the body."""
 TRAILER = struct.Struct("<Q")
 OVERHEAD = HEADER.size + TRAILER.size
 MAX_BODY = 1 << 31
+_DIGESTED = HEADER.size - 8
 
 
 class LogError(StreamrlError):
     """The log of a run is damaged, or does not hold what is asked of it."""
+
+
+class Header(NamedTuple):
+    """What the first bytes of a record say of it; of a segment with digests, what they say for sure."""
+
+    size: int
+    """Bytes of the whole record."""
+    kind: int
+    sequence: int
+    synced: int = 0
 
 
 class Record(Struct, array_like=True, frozen=True, gc=False):
@@ -35,6 +55,7 @@ class Record(Struct, array_like=True, frozen=True, gc=False):
     KIND: ClassVar[int]
 
 
+Buffer = bytes | mmap.mmap
 R = TypeVar("R", bound=Record)
 KINDS: dict[int, type[Record]] = {}
 
@@ -178,10 +199,9 @@ _DECODERS = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
 
 
 def encode(sequence: int, body: Record) -> list[bytes]:
-    """The bytes of one record, in parts: the frame of a group, nearly all of the log, is not copied."""
+    """What follows the header of one record, in parts: the frame of a group, nearly all of the log, is not copied."""
     parts = _group_parts(body) if isinstance(body, GroupArrived) else [_ENCODER.encode(body)]
-    parts.insert(0, HEADER.pack(sum(map(len, parts)), body.KIND, sequence))
-    digest = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64(seed=sequence)
     for part in parts:
         digest.update(part)
     parts.append(TRAILER.pack(digest.intdigest()))
@@ -196,31 +216,70 @@ def _group_parts(body: GroupArrived) -> list[bytes]:
     return [before + _BIN_32.pack(0xC6, len(body.frame)), body.frame, after]
 
 
-def size_of(header: bytes | memoryview) -> int | None:
-    """Bytes of the whole record whose first bytes these are; None if they cannot be a record's."""
-    length, kind, sequence = HEADER.unpack_from(header)
-    plausible = length <= MAX_BODY and 0 < kind < 64 and 0 < sequence < 1 << 62
-    return length + OVERHEAD if plausible else None
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the records of one segment are written.
+
+    Attributes:
+        salt: the header's digest begins with it; None for an old segment, whose headers have none.
+    """
+
+    salt: int | None
+
+    @property
+    def header_size(self) -> int:
+        return OLD_HEADER.size if self.salt is None else HEADER.size
+
+    def pack(self, sequence: int, kind: int, length: int, synced: int) -> bytes:
+        """The header of a record; `length` is that of its body."""
+        fields = HEADER.pack(RECORD_MAGIC, length, kind, sequence, synced, 0)[:_DIGESTED]
+        return fields + TRAILER.pack(xxhash.xxh3_64_intdigest(fields, seed=self.salt or 0))
+
+    def header(self, data: Buffer, at: int) -> Header | None:
+        """The header at a place; None if no record can begin there."""
+        raw = data[at : at + self.header_size]
+        if len(raw) < self.header_size:
+            return None
+        if self.salt is None:
+            length, kind, sequence = OLD_HEADER.unpack(raw)
+            if not (length <= MAX_BODY and 0 < kind < 64 and 0 < sequence < 1 << 62):
+                return None
+            return Header(length + OLD_HEADER.size + TRAILER.size, kind, sequence)
+        magic, length, kind, sequence, synced, digest = HEADER.unpack(raw)
+        if magic != RECORD_MAGIC or digest != xxhash.xxh3_64_intdigest(raw[:_DIGESTED], seed=self.salt):
+            return None
+        return Header(length + OVERHEAD, kind, sequence, synced)
+
+    def whole(self, data: Buffer, at: int, header: Header) -> bool:
+        """Whether all of a record is there, and matches its digest."""
+        end = at + header.size - TRAILER.size
+        if end + TRAILER.size > len(data):
+            return False
+        old = self.salt is None
+        with memoryview(data)[at if old else at + HEADER.size : end] as checked:
+            digest = xxhash.xxh3_64_intdigest(checked, seed=0 if old else header.sequence)
+        return digest == TRAILER.unpack_from(data, end)[0]
+
+    def later(self, data: Buffer, at: int, sequence: int) -> Iterator[tuple[int, Header]]:
+        """Yield (place, header) of whole records after a place, with a number after this one."""
+        before, pattern = 0, re.escape(RECORD_MAGIC)
+        if self.salt is None:  # nothing marks a record: a kind, and a number whose upper six bytes are as those here
+            upper = {struct.pack("<Q", one)[2:] for one in (sequence, sequence + 0x10000)}
+            before, pattern = 4, b"(?=[\x01-\x3f]..(?:" + b"|".join(map(re.escape, sorted(upper))) + b"))"
+        most = sequence + len(data)
+        for found in re.finditer(pattern, data[at + 1 + before :], re.DOTALL):
+            place = at + 1 + found.start()
+            header = self.header(data, place)
+            if header is not None and sequence < header.sequence < most and self.whole(data, place, header):
+                yield place, header
 
 
-def check(data: bytes | memoryview) -> tuple[int, int]:
-    """(sequence number, kind) of one whole record. Raises LogError: it does not match its digest."""
-    _, kind, sequence = HEADER.unpack_from(data)
-    end = len(data) - TRAILER.size
-    with memoryview(data)[:end] as checked:
-        digest = xxhash.xxh3_64_intdigest(checked)
-    if digest != TRAILER.unpack_from(data, end)[0]:
-        raise LogError(f"record {sequence} does not match its digest")
-    return sequence, kind
-
-
-def decode(data: bytes | memoryview) -> Record | None:
+def decode(data: bytes | memoryview, form: Form, header: Header) -> Record | None:
     """The body of one checked record; None for a kind of a later release. Raises LogError: its contents are wrong."""
-    _, kind, sequence = HEADER.unpack_from(data)
-    if kind not in _DECODERS:
+    if header.kind not in _DECODERS:
         return None
     try:
-        with memoryview(data)[HEADER.size : len(data) - TRAILER.size] as body:
-            return _DECODERS[kind].decode(body)
+        with memoryview(data)[form.header_size : len(data) - TRAILER.size] as body:
+            return _DECODERS[header.kind].decode(body)
     except msgspec.MsgspecError as error:
-        raise LogError(f"record {sequence} ({KINDS[kind].__name__}) cannot be read: {error}") from error
+        raise LogError(f"record {header.sequence} ({KINDS[header.kind].__name__}) cannot be read: {error}") from error

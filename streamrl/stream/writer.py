@@ -12,18 +12,20 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
 from streamrl.stream.block_file import BlockFile
-from streamrl.stream.records import LogError, Record, encode
-from streamrl.stream.segments import FOLDER, MAGIC, SEGMENT_HEADER, segments, whole_end
+from streamrl.stream.mark import Mark, read_mark
+from streamrl.stream.records import HEADER, TRAILER, Form, LogError, Record, encode
+from streamrl.stream.segments import COMMIT_BYTES, FOLDER, segment_header, segments, whole_end
 
 log = logging.getLogger(__name__)
 
-SYNC_S, SYNC_BYTES = 0.05, 16 << 20
+SYNC_S, SYNC_BYTES = 0.05, COMMIT_BYTES
 SEGMENT_BYTES = 64 << 20
 RETRY_S = 1.0
 Fsync = Literal["interval", "always", "never"]
@@ -47,6 +49,7 @@ class LogWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._fsync, self._segment_bytes = fsync, segment_bytes
         following, self._number = close_log(run_dir)
+        self._previous = following
         self.next_sequence = following if next_sequence is None else next_sequence
         if self.next_sequence < following:
             raise LogError(
@@ -57,21 +60,23 @@ class LogWriter:
         """The newest sequence number that survives a crash."""
         self.failure = ""
         """Why nothing can be written; "" while that goes well."""
-        self._waiting: deque[tuple[int, Sequence[bytes]]] = deque()
+        self._mark = Mark(self._folder)
+        self._waiting: deque[_Waiting] = deque()
         self._num_waiting = 0  # bytes
         self._changed = threading.Condition()
         self._closing = False
         self._file: BlockFile | None = None
+        self._form = Form(0)  # of that file
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
     def append(self, body: Record) -> int:
         """Queue a record; returns its sequence number."""
         sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
-        data = encode(sequence, body)
+        one = _Waiting(sequence, body.KIND, encode(sequence, body))
         with self._changed:
-            self._waiting.append((sequence, data))
-            self._num_waiting += sum(map(len, data))
+            self._waiting.append(one)
+            self._num_waiting += one.size
             if len(self._waiting) == 1 or self._num_waiting >= SYNC_BYTES:
                 self._changed.notify()
         return sequence
@@ -128,23 +133,41 @@ class LogWriter:
                     self._changed.wait_for(lambda: self._closing or self._num_waiting >= SYNC_BYTES, max(0.0, left))
         if self._file is not None:
             self._file.close()
+        self._mark.close()
 
     def _commit(self) -> None:
         """Write what waits now, and sync it. Raises OSError, with the file as it was before."""
-        with self._changed:
-            batch = list(self._waiting)
+        batch = self._next_batch()
         if self._file is None or self._file.end >= self._segment_bytes:
-            self._begin_segment(batch[0][0])
+            self._begin_segment(batch[0].sequence)
         file = self._file
         assert file is not None
-        before = file.end
-        file.append([data for _, record in batch for data in record], sync=self._fsync != "never")
-        num_bytes = file.end - before
+        synced = self.durable
+        file.append(
+            [data for one in batch for data in (one.header(self._form, synced), *one.parts)],
+            sync=self._fsync != "never",
+        )
         with self._changed:
-            for _ in batch:
+            for one in batch:
                 self._waiting.popleft()
-            self._num_waiting -= num_bytes
-        self.durable = batch[-1][0]
+                self._num_waiting -= one.size
+        self._previous = batch[-1].sequence + 1
+        try:
+            self._mark.put(batch[-1].sequence)
+        except OSError as error:  # the records are there; only what would show their loss is not
+            log.warning("how far the log is on the disk cannot be noted: %s", error)
+        self.durable = batch[-1].sequence
+
+    def _next_batch(self) -> list[_Waiting]:
+        """What is written at once: what waits, up to `SYNC_BYTES`, and at least one record."""
+        batch, size = [], 0
+        with self._changed:
+            for one in self._waiting:
+                size += one.size
+                if batch and size > SYNC_BYTES:
+                    break
+                batch.append(one)
+        return batch
 
     def _begin_segment(self, first: int) -> None:
         """Begin a file; its name is durable before any record in it is."""
@@ -152,9 +175,9 @@ class LogWriter:
             self._file.close()
             self._file = None
         path = self._folder / f"{self._number:08d}.seg"
-        file = BlockFile(path)
+        file, salt = BlockFile(path), int.from_bytes(os.urandom(8), "little")
         try:
-            file.append([SEGMENT_HEADER.pack(MAGIC, first)])
+            file.append([segment_header(first, self._previous, salt)])
             handle = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(handle)
@@ -165,7 +188,7 @@ class LogWriter:
             with suppress(OSError):
                 path.unlink()
             raise
-        self._file, self._number = file, self._number + 1
+        self._file, self._form, self._number = file, Form(salt), self._number + 1
 
     def _drop_file(self) -> None:
         """Cut off what a failed write left, so that the next one continues at the end of a whole record."""
@@ -178,24 +201,63 @@ class LogWriter:
             self._file = None
 
 
-def close_log(run_dir: Path | str) -> tuple[int, int]:
-    """Cut off a torn record at the end, which no actor was told of; (next sequence number, number of the next file).
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A record that is not written yet; its header is made when it is."""
 
-    Raises LogError: the end is damaged in another way.
+    sequence: int
+    kind: int
+    parts: list[bytes]
+
+    @property
+    def size(self) -> int:
+        return HEADER.size + sum(map(len, self.parts))
+
+    def header(self, form: Form, synced: int) -> bytes:
+        return form.pack(self.sequence, self.kind, sum(map(len, self.parts)) - TRAILER.size, synced)
+
+
+def close_log(run_dir: Path | str) -> tuple[int, int]:
+    """Cut off a torn end, which no actor was told of, and keep it; (next sequence number, number of the next file).
+
+    Raises:
+        LogError: what would be cut was acknowledged, or may have been.
+        OSError: it cannot be kept.
     """
     folder = Path(run_dir) / FOLDER
-    numbers = [int(path.stem) for path in folder.glob("*.seg") if path.stem.isdigit()]
-    files = segments(run_dir)
-    number = max(numbers, default=0) + 1
+    durable, files = read_mark(folder), segments(run_dir)
+    number = max((int(one.path.stem) for one in files if one.path.stem.isdigit()), default=0) + 1
+    for path in folder.glob("*.seg"):
+        if path not in [one.path for one in files]:  # its maker died before the first record
+            cut_file(path, 0)
+            path.unlink()
     if not files:
         return 1, number
-    end, following = whole_end(files[-1].path)
-    size = files[-1].path.stat().st_size
-    if end < size:
-        with files[-1].path.open("rb") as file:
-            file.seek(end)
-            torn = file.read().rstrip(b"\0")  # zeros fill the last block of a file that is being written
-        if torn:
-            log.warning("the log ended in a torn record of %d bytes, which was never acknowledged: cut off", len(torn))
-        os.truncate(files[-1].path, end)
+    end, following = whole_end(files[-1], durable)
+    if end < files[-1].path.stat().st_size:
+        kept = cut_file(files[-1].path, end)
+        if kept is not None:
+            log.warning("the log ended in a torn write, which was never acknowledged: cut off, and kept in %s", kept)
     return following, number
+
+
+def cut_file(path: Path, end: int) -> Path | None:
+    """Cut a file of the log, and keep the bytes in another one beside it; None if there are none but zeros."""
+    with path.open("rb") as file:
+        file.seek(end)
+        torn = file.read().rstrip(b"\0")  # zeros fill the last block of a file that is being written
+    kept = None
+    if torn:
+        kept = new_path(path.with_name(f"{path.stem}.cut-{end}"))
+        with kept.open("xb") as file:
+            file.write(torn)
+            file.flush()
+            os.fsync(file.fileno())
+    os.truncate(path, end)
+    return kept
+
+
+def new_path(path: Path) -> Path:
+    """This path, or with a number after it where it is taken."""
+    names = (path.with_name(f"{path.name}-{number}" if number else path.name) for number in count())
+    return next(one for one in names if not one.exists())

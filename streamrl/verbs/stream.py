@@ -14,7 +14,7 @@ import msgspec
 from streamrl.commands import parser_of
 from streamrl.errors import ControlError
 from streamrl.messages.printable import printable
-from streamrl.run_dirs import find_run_dir
+from streamrl.run_dirs import find_run_dir, has_learner
 from streamrl.stream.export import export, tokenizer_text
 from streamrl.stream.groups import OUTCOMES, LoggedGroup, Wanted, rows
 from streamrl.stream.records import (
@@ -28,7 +28,9 @@ from streamrl.stream.records import (
     StepTaken,
     VersionPublished,
 )
-from streamrl.stream.segments import read_records
+from streamrl.stream.repair import repair
+from streamrl.stream.segments import ANYWHERE, read_records
+from streamrl.verbs.runs import find_run
 
 KINDS: dict[str, type] = {
     "run": RunStarted, "group": LoggedGroup, "moved": GroupMoved, "batch": BatchCut, "step": StepTaken,
@@ -42,6 +44,8 @@ def stream(words: list[str]) -> int:
     """Print the records that are asked for, or export the answers of the groups."""
     given = _parser().parse_args(words)
     run_dir = given.run
+    if given.repair:
+        return _repair(run_dir)
     wanted = Wanted(
         versions=_range("--version", given.version, int), actor=given.actor, outcome=given.outcome,
         rewards=_range("--reward", given.reward, float),
@@ -55,6 +59,24 @@ def stream(words: list[str]) -> int:
     for sequence, record in rows(run_dir, wanted):
         if isinstance(record, kinds) and _within(record, wanted.versions):
             print(printable(f"{sequence:8d}  {line(record)}"))
+    return 0
+
+
+def _repair(run_dir: Path) -> int:
+    """Cut a damaged log, and say what is left. Raises ControlError: somebody may write it."""
+    if find_run(str(run_dir)).has_hub or has_learner(run_dir):
+        raise ControlError(f"{run_dir} is running, and its log is written: stop it first, with streamrl stop {run_dir}")
+    done = repair(run_dir)
+    if done is None:
+        print(f"the log of {run_dir} has no damage: nothing was changed")
+        return 0
+    print(printable(f"it was damaged: {done.why}"))
+    for path in done.kept:
+        print(printable(f"kept: {path}"))
+    print(
+        f"{done.last} is its last record now. streamrl resume {run_dir} goes on from the newest checkpoint and what "
+        "the log has after it; what was cut is not read any more"
+    )
     return 0
 
 
@@ -111,7 +133,7 @@ def _export(run_dir: Path, wanted: Wanted, out: Path) -> int:
     text = tokenizer_text(_tokenizers(run_dir))
     if text is None:
         print("no tokenizer is at hand: token ids only, without texts", file=sys.stderr)
-    start = next((one for _, one in read_records(run_dir) if isinstance(one, RunStarted)), None)
+    start = next((one for _, one in read_records(run_dir, complete_from=ANYWHERE) if isinstance(one, RunStarted)), None)
     settings = json.loads(start.settings) if start is not None else {}
     model = settings.get("policy", {}).get("model_path") or "tiny"
     num = export(
@@ -180,6 +202,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--export", metavar="FILE", help="write the answers: FILE.parquet, FILE.json (a list of ATIF-v1.7 "
         "trajectories), or a folder that gets a file for each trajectory",
+    )
+    parser.add_argument(
+        "--repair", action="store_true", help="cut a damaged log at the damage; what is cut is kept beside it, and no "
+        "longer read",
     )
     return parser
 

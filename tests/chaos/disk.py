@@ -13,6 +13,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from streamrl.stream.mark import MARK
+
 _FSYNC, _REPLACE, _FDATASYNC = os.fsync, os.replace, os.fdatasync
 
 
@@ -67,6 +69,7 @@ def power_cut(run_dir: Path, path: Path) -> int:
         size = sizes.get(file.stat().st_ino, 0)
         num_lost += file.stat().st_size > size
         os.truncate(file, size)
+    (run_dir / "stream" / MARK).unlink(missing_ok=True)  # it is never synced
     for source, target, before in reversed(renames):
         if os.path.exists(target):
             num_lost += 1

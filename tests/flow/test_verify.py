@@ -25,11 +25,11 @@ from streamrl.commands import DIFFERS, EQUAL
 from streamrl.config.load import load_config
 from streamrl.messages import TO_HUB
 from streamrl.messages.codec import Decoder, encode
-from streamrl.stream import records
 from streamrl.stream.archive import DIGEST, MANIFEST, pack, unpack
 from streamrl.stream.history import History
 from streamrl.stream.records import BatchCut, GroupArrived, Record, StepTaken, VersionPublished
-from streamrl.stream.segments import MAGIC, SEGMENT_HEADER, read_records
+from streamrl.stream.segments import read_records
+from streamrl.stream.writer import LogWriter
 from streamrl.verbs.bundle import bundle
 from streamrl.weights.manifest import root_of
 from tests.flow.forked_process import ForkedPopen
@@ -87,10 +87,12 @@ def edited(honest: Path, tmp_path: Path, edit: Callable[[Path], None]) -> Path:
 
 def rewrite(folder: Path, change: Callable[[Record], Record]) -> None:
     """The log with other records, each with its right digest."""
-    changed = [b"".join(records.encode(sequence, change(body))) for sequence, body in read_records(folder)]
+    changed = [change(body) for _, body in read_records(folder)]
     shutil.rmtree(folder / "stream")
-    (folder / "stream").mkdir()
-    (folder / "stream" / "00000001.seg").write_bytes(SEGMENT_HEADER.pack(MAGIC, 1) + b"".join(changed))
+    writer = LogWriter(folder)
+    for body in changed:
+        writer.append(body)
+    writer.close()
 
 
 def change_rewards(folder: Path, change: Callable[[float], float], group_ids: set[int]) -> None:

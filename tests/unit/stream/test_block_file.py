@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.stream.block_file import BLOCK, STAGED, BlockFile
-from streamrl.stream.records import GroupArrived, check, decode, encode
+from streamrl.stream.records import Form, GroupArrived, decode, encode
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -92,6 +92,8 @@ def test_a_file_system_that_refuses_direct_writes_gets_plain_ones(file, monkeypa
 @pytest.mark.parametrize("size", [0, 1, 255, 70_000])
 def test_a_group_that_is_encoded_in_parts_is_what_an_encoder_gives(size, refused):
     group = GroupArrived("actor", 1 << 60, 2, 3, 4, os.urandom(size), refused, (1 << 64) - 1 if refused else 0)
-    data = b"".join(encode(7, group))
-    assert check(data) == (7, 2)
-    assert decode(data) == group
+    parts, form = encode(7, group), Form(5)
+    data = b"".join([form.pack(7, group.KIND, sum(map(len, parts)) - 8, 3), *parts])
+    header = form.header(data, 0)
+    assert header == (len(data), group.KIND, 7, 3) and form.whole(data, 0, header)
+    assert decode(data, form, header) == group

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from streamrl.stream.history import History
+from streamrl.stream.mark import write_mark
 from streamrl.stream.records import (
+    HEADER,
     BatchCut,
     GroupArrived,
     GroupMoved,
@@ -27,7 +29,11 @@ from streamrl.stream.writer import LogWriter
 
 pytestmark = pytest.mark.timeout(60)
 START = RunStarted("run", 1, 1, 0, "{}", {})
-START_BYTES = len(b"".join(encode(1, START)))
+
+
+def size_of(record: Record) -> int:
+    """Bytes of one record in a file."""
+    return HEADER.size + len(b"".join(encode(1, record)))
 
 
 def written(folder: Path, *records: Record, **options) -> Path:
@@ -55,7 +61,8 @@ def test_what_is_appended_is_read_in_order_over_starts_and_files(tmp_path):
 
 def test_a_record_that_is_torn_at_any_byte_is_cut_off_and_its_number_used_again(tmp_path):
     path = written(tmp_path, START, arrived(1), arrived(2, 7))
-    whole, last = path.read_bytes(), len(b"".join(encode(3, arrived(2, 7))))
+    whole, last = path.read_bytes(), size_of(arrived(2, 7))
+    write_mark(path.parent, 2)
     for cut in range(1, last + 1):
         path.write_bytes(whole[:-cut])
         assert [sequence for sequence, _ in read_records(tmp_path)] == [1, 2], cut
@@ -67,7 +74,7 @@ def test_a_record_that_is_torn_at_any_byte_is_cut_off_and_its_number_used_again(
     assert list(read_records(tmp_path))[-1] == (3, RunStopped("again", False))
 
 
-@pytest.mark.parametrize("tail", [bytes(3), bytes(200), b"".join(encode(3, arrived(2)))[:-1] + b"x"])
+@pytest.mark.parametrize("tail", [bytes(3), bytes(200), b"never came whole"])
 def test_an_end_whose_bytes_never_came_is_cut_off_too(tmp_path, tail):
     path = written(tmp_path, START, arrived(1))
     with path.open("ab") as file:
@@ -82,11 +89,11 @@ def test_an_end_whose_bytes_never_came_is_cut_off_too(tmp_path, tail):
 def test_damage_before_the_end_is_named_with_file_and_byte(tmp_path):
     path = written(tmp_path, START, arrived(1), arrived(2))
     data = bytearray(path.read_bytes())
-    at = SEGMENT_HEADER.size + START_BYTES + 20
+    at = SEGMENT_HEADER.size + size_of(START) + 20
     data[at] ^= 1
     path.write_bytes(data)
 
-    named = rf"{path.name}, byte {SEGMENT_HEADER.size + START_BYTES}: record 2"
+    named = rf"{path.name}, byte {SEGMENT_HEADER.size + size_of(START)}: record 2"
     with pytest.raises(LogError, match=named):
         list(read_records(tmp_path))
     with pytest.raises(LogError, match=named):
@@ -98,7 +105,7 @@ def test_files_that_are_missing_in_between_are_named(tmp_path):
         written(tmp_path, arrived(number))
     segments(tmp_path)[1].path.unlink()
 
-    with pytest.raises(LogError, match="begins at record 3, the one before ends at 1"):
+    with pytest.raises(LogError, match="00000001.seg.* ends with record 1, .* one after it is missing"):
         list(read_records(tmp_path))
 
 
