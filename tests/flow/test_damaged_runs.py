@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import io
 import os
+import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import pytest
 
 import streamrl
 from actors.local_policy import local_config, open_policy
+from bench.log_damage import DamagedLog
 from learner.checkpoint.resume import find_resume_state
 from learner.ranks.mesh import Ranks
 from learner.record.pareto import ParetoArchive
@@ -171,6 +173,18 @@ def test_every_reader_answers_or_says_one_sentence(recorded, tmp_path, monkeypat
                 failures.append((how, what, wrong))
         shutil.rmtree(tmp_path / str(number))
     assert failures == []
+
+
+def test_a_damaged_log_is_read_whole_or_refused_by_name_and_nothing_of_it_is_deleted(recorded, tmp_path, monkeypatch):
+    log, chance = DamagedLog(recorded / "good-001", tmp_path / "run"), random.Random(3)
+    for _ in range(300):
+        log.flip(chance)
+        log.cut(chance)
+    assert log.violations == [] and log.counts["refused by name"] > 300
+    monkeypatch.setattr("streamrl.stream.segments._refuse_damage", lambda *_: None)  # as a reader that trusts any end
+    for _ in range(20):
+        log.flip(chance)
+    assert log.violations
 
 
 def test_a_run_of_empty_files_a_read_only_one_and_none_at_all(recorded, tmp_path):

@@ -140,7 +140,7 @@ def test_what_was_on_the_disk_cannot_be_truncated_in_silence(tmp_path, num):
 
 def test_a_hole_in_the_last_write_is_cut_and_kept_though_whole_records_follow_in_it(tmp_path):
     path = committed(tmp_path, [START], [arrived(one) for one in range(1, 5)])
-    write_mark(path.parent, 1)  # of the second write nobody was told
+    write_mark(path.parent, 1)  # the second write was not acknowledged
     (_, _), (second, _), (at, size), *_ = places(tmp_path)
     damage(path, at, bytes(size))
     torn = path.read_bytes()[at:].rstrip(b"\0")
