@@ -7,17 +7,17 @@ environment's messages in between.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from streamrl.environment import ChatMessage, InputText
+from envs.data.chat_template import Tools, plain_text, rendered, template_forms, template_text, writes_calls
+from streamrl.environment import SYSTEM_ROLES, ChatMessage, InputText
 from streamrl.errors import TaskError
-
-Tools = Sequence[Mapping[str, Any]]
 
 _ANSWER = "streamrlanswer"  # stands for the model's turn when the template is asked what follows one
 
@@ -44,13 +44,12 @@ class Renderer:
         self.tokenizer = tokenizer
         if chat_template is not None:
             tokenizer.chat_template = chat_template
-        template = getattr(tokenizer, "chat_template", None)
-        self.chat = apply_chat_template and bool(template)
+        self.template = template_text(tokenizer) if apply_chat_template else ""
+        self.chat = bool(self.template)
+        self.writes_calls = writes_calls(self.template)
         self._decode, self._encode = _decoder(tokenizer), _encoder(tokenizer)
         self._system_prompt = system_prompt
-        # Some tokenizers hold several templates by name, among them one for tools.
-        shows_tools = self.chat and ("tool_use" in template if isinstance(template, dict) else "tools" in template)
-        self._tool_prompt = "" if shows_tools else tool_prompt
+        self._tool_prompt = "" if "tools" in self.template else tool_prompt
 
     def render(self, messages: Sequence[ChatMessage] | InputText, tools: Tools = ()) -> list[int]:
         """The prompt of an episode's first turn; the template shows the JSON schemas of its tools.
@@ -72,11 +71,11 @@ class Renderer:
         """The text that `render` encodes."""
         if isinstance(messages, InputText):
             return messages
-        if self._system_prompt is not None and (not messages or messages[0].role != "system"):
+        if self._system_prompt is not None and (not messages or messages[0].role not in SYSTEM_ROLES):
             messages = [ChatMessage("system", self._system_prompt), *messages]
         if tools and self._tool_prompt:
             messages = _with_system_text(messages, self._tool_prompt)
-        return self._template(messages, tools) if self.chat else "\n".join(message.content for message in messages)
+        return self._template(messages, tools) if self.chat else "\n".join(map(plain_text, messages))
 
     def follow(self, text: str, *, last_token: int) -> list[int]:
         """Text that follows the model's words as ids, encoded alone: no template, no special tokens.
@@ -94,7 +93,7 @@ class Renderer:
             TaskError: the template does not repeat the model's answer, so that there is no "between".
         """
         if not self.chat:
-            return "\n".join(message.content for message in messages)
+            return "\n".join(map(plain_text, messages))
         opening = [ChatMessage("user", "?"), ChatMessage("assistant", _ANSWER)]
         _, found, after = self._template([*opening, *messages]).partition(_ANSWER)
         if not found:
@@ -114,11 +113,10 @@ class Renderer:
 
     def _template(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> str:
         """A conversation that ends with words of the assistant is one for the model to continue."""
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
         begun = bool(messages) and messages[-1].role == "assistant"
-        return self.tokenizer.apply_chat_template(
-            conversation, tools=list(tools) or None, add_generation_prompt=not begun, continue_final_message=begun,
-            tokenize=False,
+        return rendered(
+            self.tokenizer, template_forms(messages, self.template), tools, add_generation_prompt=not begun,
+            continue_final_message=begun,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -176,6 +174,6 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
 
 def _with_system_text(messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
     """The text at the end of the system message, or as one of its own."""
-    if messages and messages[0].role == "system":
-        return [ChatMessage("system", f"{messages[0].content}\n\n{text}"), *messages[1:]]
+    if messages and messages[0].role in SYSTEM_ROLES:
+        return [replace(messages[0], content=f"{messages[0].content}\n\n{text}"), *messages[1:]]
     return [ChatMessage("system", text), *messages]

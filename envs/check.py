@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from envs.data.shapes import ROLES
 from envs.task_file import NO_TASK
 from streamrl.environment import (
     MAX_REWARD,
+    ROLES,
     ChatMessage,
     DrivesGeneration,
     Env,

@@ -6,6 +6,7 @@ one's own, returned by `Task.env`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,12 +21,84 @@ Record = Mapping[str, Any]
 """One prompt of a task: JSON-serializable, keys are the task's own."""
 
 
+ROLES = ("system", "user", "assistant", "tool", "developer")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names under which a message holds its author's thoughts."""
+SYSTEM_ROLES = ("system", "developer")
+"""The second is the newer name of the first."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation; `role` is system, user, assistant or tool."""
+    """One message of a conversation.
+
+    Args:
+        role: one of ROLES.
+        content: its text.
+        fields: what else the chat template gets, such as tool_calls, tool_call_id, name and reasoning_content. A
+            `content` of None among them is for templates that tell it from an empty text.
+    """
 
     role: str
     content: str
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole message, as chat templates and rewards read it."""
+        return {"role": self.role, "content": self.content, **self.fields}
+
+    @classmethod
+    def of(cls, message: Any) -> ChatMessage:
+        """A message of this form. Raises TaskError saying what is wrong with it, after the name of where it stands."""
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise TaskError(f'is {_shown(message)}: give {{"role": ..., "content": ...}}')
+        role, content = message["role"], message.get("content")
+        fields = {key: value for key, value in message.items() if key not in ("role", "content") and value is not None}
+        if role not in ROLES:
+            raise TaskError(f"has the role {_shown(role)}: allowed are {', '.join(ROLES)}")
+        _check_calls(fields.get("tool_calls", ()))
+        if not fields.get("tool_calls", True):  # templates ask whether there are calls by whether the field is there
+            del fields["tool_calls"]
+        if content is None and fields.get("tool_calls"):
+            return cls(role, "", {"content": None, **fields})
+        if content is None and not any(fields.get(name) for name in THOUGHTS):
+            raise TaskError(f'is {_shown(message)}: give {{"role": ..., "content": ...}} with a text, or tool_calls')
+        return cls(role, "" if content is None else _text_of(content), fields)
+
+
+def _text_of(content: Any) -> str:
+    """The text of a content, which may be a list of parts."""
+    if isinstance(content, str):
+        return content
+    parts = [content] if isinstance(content, Mapping) else content
+    if not isinstance(parts, list | tuple):
+        raise TaskError(f"has {_shown(content)} as its content: give a text")
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    for part, text in zip(parts, texts, strict=True):
+        if not isinstance(text, str) or (isinstance(part, Mapping) and part.get("type", "text") != "text"):
+            raise TaskError(f"has {_shown(part)} in its content: text only, images and audio are not supported")
+    return "".join(texts)
+
+
+def _check_calls(calls: Any) -> None:
+    """Raise TaskError unless these are calls of tools: a name each, and arguments as an object or as its JSON."""
+    if not isinstance(calls, list | tuple):
+        raise TaskError(f"has {_shown(calls)} as its tool_calls: give a list")
+    for call in calls:
+        inner = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+            raise TaskError(f'has {_shown(call)} in its tool_calls: give {{"function": {{"name": ..., ...}}}}')
+        arguments = inner.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError:
+                arguments = ()
+        if arguments is not None and not isinstance(arguments, Mapping):
+            raise TaskError(
+                f"has {_shown(inner['arguments'])} as the arguments of its call of {inner['name']!r:.60}: give an "
+                "object, or its JSON as a text"
+            )
 
 
 class InputText(str):
@@ -322,14 +395,16 @@ def _conversation(key: str, prompt: Any) -> list[ChatMessage]:
         return [ChatMessage("user", prompt)]
     if not isinstance(prompt, list | tuple) or not prompt:
         raise TaskError(f"record[{key!r}] is {_shown(prompt)}: {_PROMPT_FORMS}")
-    for message in prompt:
-        parts = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None,)
-        if not all(isinstance(part, str) for part in parts):
-            raise TaskError(f"record[{key!r}] holds {_shown(message)}: {_PROMPT_FORMS}")
-    return [ChatMessage(message["role"], message["content"]) for message in prompt]
+    found = []
+    for number, message in enumerate(prompt, 1):
+        try:
+            found.append(ChatMessage.of(message))
+        except TaskError as error:
+            raise TaskError(f"record[{key!r}], message {number} {error}") from error
+    return found
 
 
-_PROMPT_FORMS = 'give a string, or a list of {"role": ..., "content": ...} with strings in both.'
+_PROMPT_FORMS = 'give a string, or a list of {"role": ..., "content": ...}.'
 
 
 def _shown(value: Any) -> str:

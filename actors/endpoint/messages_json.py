@@ -51,14 +51,17 @@ def _messages(body: Body) -> list[dict[str, Any]]:
                     function = {"name": block["name"], "arguments": json.dumps(block["input"])}
                     calls.append({"id": block["id"], "function": function})
                 case "tool_result":
-                    results.append({"role": "tool", "content": text_of(block.get("content") or "")})
+                    results.append({
+                        "role": "tool", "content": text_of(block.get("content") or ""),
+                        "tool_call_id": block.get("tool_use_id"),
+                    })
                 case "thinking" | "redacted_thinking":  # of another model
                     pass
                 case kind:
                     raise TaskError(f"a block of type {kind!r} cannot be read: give text, tool_use and tool_result")
         found += results
         if texts or calls or not results:
-            found.append({"role": one["role"], "content": "".join(texts), "tool_calls": calls})
+            found.append({"role": one["role"], "content": "".join(texts) or None, "tool_calls": calls})
     return found
 
 

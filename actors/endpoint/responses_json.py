@@ -64,7 +64,9 @@ def _conversation(body: Body, session: Session) -> list[dict[str, Any]]:
                 function = {"name": item["name"], "arguments": item["arguments"]}
                 _assistant(found).setdefault("tool_calls", []).append({"id": item["call_id"], "function": function})
             case "function_call_output":
-                found.append({"role": "tool", "content": text_of(item["output"], TEXTS)})
+                found.append({
+                    "role": "tool", "content": text_of(item["output"], TEXTS), "tool_call_id": item.get("call_id"),
+                })
             case "reasoning":  # of another model
                 pass
             case kind:
@@ -75,7 +77,7 @@ def _conversation(body: Body, session: Session) -> list[dict[str, Any]]:
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """The message that a call belongs to: what the model said before it, if it did."""
     if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+        messages.append({"role": "assistant", "content": None})
     return messages[-1]
 
 

@@ -25,7 +25,8 @@ from envs.json_handler import JsonHandler
 from envs.rewards.local_model import READY
 from streamrl import parent_watch
 from streamrl.commands import status_of
-from streamrl.errors import ConfigError
+from streamrl.environment import ChatMessage
+from streamrl.errors import ConfigError, TaskError
 
 MAX_BODY = 16 << 20
 
@@ -50,10 +51,10 @@ class Handler(JsonHandler):
     def do_POST(self) -> None:
         body = self.body(MAX_BODY)
         try:
-            messages = json.loads(body)["messages"]
-            [(one["role"], one["content"]) for one in messages]
-        except (ValueError, KeyError, TypeError):
-            self.answer(400, {"error": "the body must be JSON with messages, a list of role and content"})
+            messages = [ChatMessage.of(one).as_dict() for one in json.loads(body)["messages"]]
+        except (ValueError, KeyError, TypeError, TaskError) as error:
+            why = f": one {error}" if isinstance(error, TaskError) else ""
+            self.answer(400, {"error": f"the body must be JSON with messages, a list of role and content{why}"})
             return
         try:
             score = self.server.score(messages)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from envs.data.chat_template import rendered, template_forms, template_text, text_with_calls
+from streamrl.environment import ChatMessage
 from streamrl.errors import StreamrlError
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # see streamrl.architectures.attend
@@ -63,7 +65,7 @@ class RewardScorer:
         self._max_tokens = min(int(self._tokenizer.model_max_length), positions)
 
     @torch.inference_mode()
-    def score(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[float]:
+    def score(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[float]:
         """A score for each conversation; longer ones than the model reads lose their beginning."""
         texts = [self._text(messages) for messages in conversations]
         batch = self._tokenizer(
@@ -73,10 +75,13 @@ class RewardScorer:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         return self._model(**inputs).logits[:, 0].float().tolist()
 
-    def _text(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def _text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        whole = [
+            ChatMessage(fields.pop("role"), fields.pop("content"), fields) for fields in map(dict, messages)
+        ]
         if self._tokenizer.chat_template:
-            return self._tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False)
-        return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+            return rendered(self._tokenizer, template_forms(whole, template_text(self._tokenizer)))
+        return "\n\n".join(f"{message.role}: {text_with_calls(message)}" for message in whole)
 
 
 class BatchingScorer:
@@ -87,7 +92,7 @@ class BatchingScorer:
         self._waiting: queue.SimpleQueue[tuple[Sequence[Any], Future[float]]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="scorer", daemon=True).start()
 
-    def score(self, messages: Sequence[Mapping[str, str]]) -> float:
+    def score(self, messages: Sequence[Mapping[str, Any]]) -> float:
         """The score of one conversation. Raises whatever the model raised for its batch."""
         answer: Future[float] = Future()
         self._waiting.put((messages, answer))

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from envs.data.shapes import ROLES
+from envs.data.chat_template import call_text, is_whole_call
 from envs.tools.parsing import ToolCall as ParsedCall
 from envs.tools.parsing import parse_json, parse_tags, spoken
-from streamrl.environment import ChatMessage, Generated
+from streamrl.environment import ROLES, ChatMessage, Generated
 from streamrl.errors import TaskError
 
 PASSED = ("temperature", "top_p", "top_k", "min_p", "stop", "train", "agent")
@@ -129,49 +129,44 @@ def before_calls(text: str) -> str:
     return text[: min((place for place in marks if place >= 0), default=start)]
 
 
-def as_messages(messages: Sequence[Any], texts: Mapping[str, str]) -> list[ChatMessage]:
+def as_messages(messages: Sequence[Any], texts: Mapping[str, str], *, writes_calls: bool = False) -> list[ChatMessage]:
     """Messages in any of their forms. Raises TaskError for one that is none.
 
     Args:
         texts: what the model wrote, by the id of a tool call in it.
+        writes_calls: the chat template writes calls of tools; else they are written as text here.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
         raise TaskError(
             f"the client got the prompt {messages!r:.60}: give a list of messages, a text, or a list of token ids"
         )
-    return [_message(one, texts) for one in messages]
+    return [_message(one, texts, writes_calls) for one in messages]
 
 
-def _message(one: Any, texts: Mapping[str, str]) -> ChatMessage:
-    def read(name: str) -> Any:
-        return one.get(name) if isinstance(one, Mapping) else getattr(one, name, None)
-
-    role = "system" if read("role") == "developer" else read("role")
-    content = read("content")
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        content = "".join(part["text"] for part in content)
-    calls = read("tool_calls")
-    if calls:
-        content = _with_calls(content or "", calls, texts)
-    if role not in ROLES or not isinstance(content, str | None):
-        raise TaskError(
-            f"the client got the message {one!r:.80}: a message has a role of {', '.join(ROLES)}, and a text as content"
-        )
-    return ChatMessage(role, content or "")
-
-
-def _with_calls(content: str, calls: Sequence[Any], texts: Mapping[str, str]) -> str:
-    """An assistant's message with calls as text: the model's own if it wrote them here."""
-    written = []
+def _message(one: Any, texts: Mapping[str, str], writes_calls: bool) -> ChatMessage:
+    fields = _fields(one, ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"))
+    calls = [_fields(call, ("id", "type", "function", "name", "arguments")) for call in fields.get("tool_calls") or ()]
     for call in calls:
-        get = call.get if isinstance(call, Mapping) else lambda name, call=call: getattr(call, name, None)
-        if get("id") in texts:
-            return texts[get("id")]
-        function = get("function")
-        name, arguments = (
-            (function.get("name"), function.get("arguments")) if isinstance(function, Mapping)
-            else (getattr(function, "name", None), getattr(function, "arguments", None))
-        )
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        written.append(f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</tool_call>')
-    return "\n".join([content, *written] if content else written)
+        if "function" in call:
+            call["function"] = _fields(call["function"], ("name", "arguments"))
+    fields["tool_calls"] = calls
+    own = next((texts[call["id"]] for call in calls if call.get("id") in texts), None)
+    try:
+        if own is not None:
+            fields |= {"content": own, "tool_calls": None}
+        elif calls and not (writes_calls and all(map(is_whole_call, calls))):
+            said = ChatMessage.of({**fields, "content": fields.get("content") or "", "tool_calls": None}).content
+            fields |= {"content": "\n".join(filter(None, [said, *map(call_text, calls)])), "tool_calls": None}
+        elif not calls:
+            fields["content"] = fields.get("content") or ""
+        return ChatMessage.of(fields)
+    except TaskError as error:
+        raise TaskError(
+            f"the client got a message that {error}; a message has a role of {', '.join(ROLES)}, and a text as content"
+        ) from error
+
+
+def _fields(one: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The fields of a mapping, or these of an object as packages of model servers make them, without those of None."""
+    found = dict(one) if isinstance(one, Mapping) else {name: getattr(one, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}

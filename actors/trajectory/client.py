@@ -20,7 +20,7 @@ from actors.trajectory.conversation import ENVIRONMENT, note_rewriting
 from actors.trajectory.rules import EpisodeRules, PromptTooLongError
 from actors.trajectory.texts import Texts
 from actors.trajectory.transcript import Transcript
-from streamrl.environment import AgentSession, Generated
+from streamrl.environment import AgentSession, ChatMessage, Generated
 from streamrl.errors import EngineError, EpisodeFullError, TaskError
 from streamrl.messages import Sampling
 
@@ -167,9 +167,12 @@ class Client:
         if not isinstance(prompt, str) and len(prompt) and all(isinstance(one, int) for one in prompt):
             return None, [int(one) for one in prompt]
         whole = isinstance(prompt, str)
-        text = str(prompt) if whole else self._renderer.input_text(as_messages(prompt, self.chat.texts), tools)
+        text = str(prompt) if whole else self._renderer.input_text(self._messages(prompt), tools)
         ids = self._texts.ids_for(text)
         return text, self._renderer.encode_input(text, whole=whole) if ids is None else ids
+
+    def _messages(self, prompt: Sequence[Any]) -> list[ChatMessage]:
+        return as_messages(prompt, self.chat.texts, writes_calls=self._renderer.writes_calls)
 
     def _admitted(self, read: list[int], train: bool, agent: str) -> tuple[list[int], int]:
         """The input, cut if it may be, and the new tokens that the turn may have."""

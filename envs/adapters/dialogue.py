@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from envs.awaiting import call
-from envs.data.shapes import ROLES, RecordShape, tool_schemas
+from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_values import as_step
-from streamrl.environment import ChatMessage, Record, RewardFunction, Step
+from streamrl.environment import ROLES, ChatMessage, Record, RewardFunction, Step
 from streamrl.errors import TaskError
 
 WANTED = 'return a list of {"role": ..., "content": ...}; an empty list ends the conversation'
@@ -48,7 +48,7 @@ class DialogueEnv:
     async def step(self, action: str) -> Step:
         self._before = self._messages
         conversation = [*self._messages, ChatMessage("assistant", action)]
-        said = [{"role": message.role, "content": message.content} for message in conversation]
+        said = [message.as_dict() for message in conversation]
         more = self._checked(await call(self._interact, said))
         if not more:
             return await self._scored(action)
@@ -71,11 +71,10 @@ class DialogueEnv:
     def _checked(self, more: Any) -> list[ChatMessage]:
         if not isinstance(more, list | tuple):
             raise TaskError(f"{self._name}: interact returned {more!r:.80} ({type(more).__name__}): {WANTED}.")
-        for message in more:
-            fields = message if isinstance(message, Mapping) else {}
-            if fields.get("role") not in ROLES or not isinstance(fields.get("content"), str):
-                raise TaskError(
-                    f"{self._name}: interact returned the message {message!r:.80}: {WANTED}, with a text as content "
-                    f"and a role of {', '.join(ROLES)}."
-                )
-        return [ChatMessage(message["role"], message["content"]) for message in more]
+        try:
+            return [ChatMessage.of(message) for message in more]
+        except TaskError as error:
+            raise TaskError(
+                f"{self._name}: interact returned a message that {error}; {WANTED}, with a text as content "
+                f"and a role of {', '.join(ROLES)}."
+            ) from error

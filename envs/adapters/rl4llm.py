@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from envs.adapters.rl2 import SAMPLING_PARAMS
 from envs.adapters.rollouts import BlockingClient, in_own_thread
+from envs.data.chat_template import rendered
 from envs.data.shapes import RecordShape
 from envs.reward_values import as_step
 from streamrl.environment import ChatMessage as OurMessage
@@ -30,12 +31,13 @@ class ChatMessage:
 
     role: str
     content: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
-    def model_dump(self, **_: Any) -> dict[str, str]:
-        return {"role": self.role, "content": self.content}
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        return {"role": self.role, "content": self.content, **self.fields}
 
     def model_copy(self, **_: Any) -> ChatMessage:
-        return ChatMessage(self.role, self.content)
+        return ChatMessage(self.role, self.content, self.fields)
 
 
 @dataclass
@@ -81,15 +83,15 @@ class BaseMDPEnv:
         """Each conversation through the chat template; one that ends with the model's words is to be continued."""
         prompts = []
         for state in env_state.sample_states:
-            messages: list[dict[str, str]] = []
+            messages: list[dict[str, Any]] = []
             for message in state.messages:
                 if messages and message.role == messages[-1]["role"] == "assistant":
                     messages[-1]["content"] += message.content
                 else:
                     messages.append(message.model_dump())
             begun = bool(messages) and messages[-1]["role"] == "assistant"
-            prompts.append(self.tokenizer.apply_chat_template(
-                messages, tools=self.tool_schemas, tokenize=False, add_generation_prompt=not begun,
+            prompts.append(rendered(
+                self.tokenizer, messages, self.tool_schemas or (), add_generation_prompt=not begun,
                 continue_final_message=begun,
             ))
         return prompts
@@ -129,7 +131,7 @@ class InteractionLoopEnv:
         return self._shape.messages(record)
 
     async def rollout(self, record: Record, client: GenerationClient) -> Step:
-        opening = [ChatMessage(one.role, one.content) for one in self._shape.messages(record)]
+        opening = [ChatMessage(one.role, one.content, one.fields) for one in self._shape.messages(record)]
         num_opening = len(opening)
         state = SampleState(opening, self._shape.answer(record), num_opening)
         blocking = BlockingClient(client)
@@ -150,7 +152,7 @@ class InteractionLoopEnv:
         return await asyncio.to_thread(self._scored, record, state, num_opening, cut)
 
     def _scored(self, record: Record, state: SampleState, num_opening: int, cut: bool) -> Step:
-        said = [OurMessage(one.role, one.content) for one in state.messages]
+        said = [OurMessage(one.role, one.content, one.fields) for one in state.messages]
         while cut and len(said) > num_opening and said[-1].role != "assistant":
             said.pop()  # what the loop added before the call that had no room
         if len(said) <= num_opening or said[-1].role != "assistant":

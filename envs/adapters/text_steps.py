@@ -13,6 +13,7 @@ from typing import Any
 
 from envs.adapters.rl2 import Sample
 from envs.awaiting import call
+from envs.data.chat_template import text_with_calls
 from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_values import number
 from streamrl.environment import ChatMessage, InputText, Record, Step
@@ -46,7 +47,7 @@ class TextStepEnv:
         self.tools = tool_schemas(record)
         self._extra = extra_info(record, self._shape)
         prompt = self._shape.messages(record)
-        self._state = "\n".join(message.content for message in prompt)
+        self._state = "\n".join(map(text_with_calls, prompt))
         return prompt
 
     def set_input_text(self, text: str) -> None:

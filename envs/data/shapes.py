@@ -25,7 +25,6 @@ ANSWER_KEYS = (
     "answer", "gt_answer", "ground_truth", "solution", "label", "target", "final_answer", "reward_model.ground_truth",
 )
 """Where prompt and answer are looked for, in this order, unless a setting says where."""
-ROLES = ("system", "user", "assistant", "tool")
 MISSING: Any = object()
 
 
@@ -141,21 +140,14 @@ def turns(field: str, value: Any) -> list[ChatMessage]:
     found = [value] if isinstance(value, Mapping) else value
     if not isinstance(found, list | tuple) or not found:
         raise TaskError(f'field {field!r} is {shown(value)}: give a text, or a list of {{"role": ..., "content": ...}}')
-    return [_message(field, number, turn) for number, turn in enumerate(found, 1)]
-
-
-def _message(field: str, number: int, turn: Any) -> ChatMessage:
-    where = f"field {field!r}, message {number}"
-    if not isinstance(turn, Mapping) or "role" not in turn or "content" not in turn:
-        raise TaskError(f'{where} is {shown(turn)}: give {{"role": ..., "content": ...}}')
-    role, content = turn["role"], turn["content"]
-    if role not in ROLES:
-        raise TaskError(f"{where} has the role {shown(role)}: allowed are {', '.join(ROLES)}")
-    if isinstance(content, list | tuple | Mapping):
-        raise TaskError(f"{where} has {shown(content)} as its content: text only, images and audio are not supported")
-    if not isinstance(content, str):
-        raise TaskError(f"{where} has {shown(content)} as its content: give a text")
-    return ChatMessage(role, content)
+    messages = []
+    for number, turn in enumerate(found, 1):
+        where = f"field {field!r}, message {number}"
+        try:
+            messages.append(ChatMessage.of(turn))
+        except TaskError as error:
+            raise TaskError(f"{where} {error}") from error
+    return messages
 
 
 def code_tests(record: Record) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from envs.data.chat_template import text_with_calls
 from envs.data.shapes import RecordShape
 from envs.rewards.local_model import LocalModel, check_checkpoint
 from streamrl.config.addresses import key_of
@@ -81,7 +82,7 @@ class Judge:
 
     async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
         judge = self._judge
-        question = "\n\n".join(f"{message.role}: {message.content}" for message in prompt)
+        question = "\n\n".join(f"{message.role}: {text_with_calls(message)}" for message in prompt)
         answer = self._shape.answer(record)
         text = judge.prompt
         for name, value in (("question", question), ("answer", "" if answer is None else str(answer))):
@@ -115,10 +116,10 @@ class RewardModel:
 
     async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
         service = await self._ready()
-        messages = [{"role": message.role, "content": message.content} for message in prompt]
-        messages.append({"role": "assistant", "content": completion})
-        text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-        question = {"model": self._model.model, "input": text, "messages": messages}
+        messages = [*prompt, ChatMessage("assistant", completion)]
+        text = "\n\n".join(f"{message.role}: {text_with_calls(message)}" for message in messages)
+        whole = [message.as_dict() for message in messages]
+        question = {"model": self._model.model, "input": text, "messages": whole}
         score = first_number(await service.post(question))
         return Step(reward=score, parts={"reward_model": score})
 

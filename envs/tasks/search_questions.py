@@ -15,6 +15,7 @@ import random
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -159,7 +160,7 @@ def search_file(
 
     def prompt(record: Record) -> Sequence[ChatMessage]:
         *before, last = shape.messages(record)
-        return [*before, ChatMessage(last.role, instruction + last.content)]
+        return [*before, replace(last, content=instruction + last.content)]
 
     def answers(record: Record) -> Sequence[str]:
         return answers_of(shape.required_answer(record))

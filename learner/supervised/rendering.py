@@ -8,19 +8,19 @@ answer belong what the template writes between its header and the answer, and th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
 
+from envs.data.chat_template import Form, Tools, plain_text, rendered, template_forms, template_text
 from streamrl.config.schema import DataConfig
-from streamrl.environment import ChatMessage
+from streamrl.environment import SYSTEM_ROLES, THOUGHTS, ChatMessage
 from streamrl.errors import ConfigError, TaskError
 
 _MARK = "\ue0f0mark\ue0f1"
-Tools = Sequence[Mapping[str, Any]]
 Encoded = tuple[np.ndarray, np.ndarray]
 """int32 [N] token ids, and bool [N] which of them are trained on."""
 
@@ -46,11 +46,12 @@ class Encoder:
                 f"data.train_roles={data.train_roles} must name one or more of assistant, tool, user, system"
             )
         self._system_prompt = data.system_prompt
-        self.chat = bool(data.apply_chat_template and self.tokenizer.chat_template)
+        self._template = template_text(self.tokenizer) if data.apply_chat_template else ""
+        self.chat = bool(self._template)
 
     def encode(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> Encoded:
         """Ids and mask of a conversation. Raises TaskError: the template refuses it."""
-        if self._system_prompt is not None and messages[0].role != "system":
+        if self._system_prompt is not None and messages[0].role not in SYSTEM_ROLES:
             messages = [ChatMessage("system", self._system_prompt), *messages]
         if not self.chat:
             return self._encode_plain(messages)
@@ -65,35 +66,61 @@ class Encoder:
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> tuple[str, list[tuple[int, int]]]:
         """The whole text, and first and last character (exclusive) of what is trained on of each turn."""
-        plain = [{"role": message.role, "content": message.content} for message in messages]
-        text, spans, done = self._rendered(plain, tools), [], 0
-        for at, message in enumerate(plain):
-            if message["role"] in self._roles:
-                spans.append(self._span(text, plain, at, tools, done))
+        forms = template_forms(messages, self._template)
+        text, spans, done = self._rendered(forms, tools), [], 0
+        for at, message in enumerate(messages):
+            if message.role in self._roles:
+                spans.append(self._span(text, forms, at, tools, done))
                 done = spans[-1][1]
         return text, spans
 
-    def _span(self, text: str, messages: list[dict[str, str]], at: int, tools: Tools, done: int) -> tuple[int, int]:
-        marked = [*messages[:at], {**messages[at], "content": _MARK}, *messages[at + 1 :]]
-        other = self._rendered(marked, tools)
+    def _span(self, text: str, messages: list[Form], at: int, tools: Tools, done: int) -> tuple[int, int]:
+        before, message = messages[:at], _marked(messages[at])
+        other = self._rendered([*before, message, *messages[at + 1 :]], tools)
         if _MARK not in other:
             raise TaskError(
                 f"the chat template leaves out message {at + 1}, of {messages[at]['role']}: give another with "
                 "data.chat_template"
             )
         first = len(os.path.commonprefix([text, other]))
-        last = len(text) - len(os.path.commonprefix([text[::-1], other[::-1]]))
-        header = self._header(messages[:at], tools) if messages[at]["role"] == "assistant" else ""
+        last = max(first, len(text) - len(os.path.commonprefix([text[::-1], other[::-1]])))
+        alone = self._rendered([*before, message], tools)
+        header = self._header(before, tools) if messages[at]["role"] == "assistant" else ""
         begun = text.rfind(header, done, first) if header else -1
-        first, last = begun + len(header) if begun >= 0 else first, max(last, first)
-        # The token that ends a turn, not the header of the next one: it also stands where no turn follows.
-        _, _, alone = self._rendered(marked[: at + 1], tools).rpartition(_MARK)
-        for token in self.tokenizer.all_special_tokens + list(self.tokenizer.get_added_vocab()):
-            if text.startswith(token, last) and alone.startswith(token):
-                return first, last + len(token)
-        return first, last
+        if begun >= 0:
+            first = begun + len(header)
+        elif message.get("tool_calls"):
+            first = max(done, first - self._num_opening(text[:first], alone, before, tools))
+        return first, last + self._num_closing(text[last:], alone.rpartition(_MARK)[2], calls=message.get("tool_calls"))
 
-    def _header(self, before: list[dict[str, str]], tools: Tools) -> str:
+    def _num_opening(self, text: str, alone: str, before: list[Form], tools: Tools) -> int:
+        """The number of characters, at the end of this text, that the template writes before the name of a call.
+
+        An answer without calls in the place of the calls has the same text before it.
+        """
+        bare = self._rendered([*before, {"role": "assistant", "content": _MARK}], tools)
+        opening = alone[len(os.path.commonprefix([alone, bare])) :].partition(_MARK)[0]
+        return len(opening) if text.endswith(opening) else 0
+
+    def _num_closing(self, text: str, alone: str, *, calls: Any) -> int:
+        """The number of characters with which the model ends its turn, after the last that differs by what it says.
+
+        Args:
+            text: all that follows in the conversation.
+            alone: all that follows where the conversation ends here: the token that ends a turn, not the header of the
+                next one, also stands there.
+        """
+        tokens = [*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()]
+        if not calls:
+            return max((len(one) for one in tokens if text.startswith(one) and alone.startswith(one)), default=0)
+        same = os.path.commonprefix([text, alone])  # arguments, the end of the call, and of the turn
+        end = self.tokenizer.eos_token
+        if end and end in same:
+            return same.index(end) + len(end)
+        ends = [same.rfind(one) + len(one) for one in tokens if one in same]
+        return max(ends, default=len(same.rstrip()))
+
+    def _header(self, before: list[Form], tools: Tools) -> str:
         """The template's opening of the assistant's turn, of which the model knows nothing but that it is there."""
         try:
             open_, closed = (
@@ -103,9 +130,9 @@ class Encoder:
             return ""  # a conversation that begins with the assistant
         return open_[len(closed) :] if open_.startswith(closed) else ""
 
-    def _rendered(self, messages: list[dict[str, str]], tools: Tools, **options: Any) -> str:
+    def _rendered(self, messages: list[Form], tools: Tools, **options: Any) -> str:
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=list(tools) or None, tokenize=False, **options)
+            return rendered(self.tokenizer, messages, tools, **options)
         except Exception as error:  # a template raises what it likes
             raise TaskError(
                 f"the chat template refuses the {len(messages)} messages ({error}): change them, or give another "
@@ -121,9 +148,24 @@ class Encoder:
             said = message.role == "assistant"
             trained = message.role in self._roles
             joined = not said and following is not None and following.role != "assistant"
-            part = self.tokenizer(message.content + "\n" * joined, add_special_tokens=False)["input_ids"]
+            part = self.tokenizer(plain_text(message) + "\n" * joined, add_special_tokens=False)["input_ids"]
             part += end if said else []
             ids += part
             mask += [trained] * len(part)
         mask[:1] = [False] * len(mask[:1])
         return np.array(ids, np.int32), np.array(mask, bool)
+
+
+def _marked(message: Form) -> Form:
+    """The message with marks in place of what it says; arguments of calls follow their names."""
+    marked = {
+        key: _MARK for key in ("content", *THOUGHTS)
+        if message.get(key) or (key == "content" and not message.get("tool_calls"))
+    }
+    if message.get("tool_calls"):
+        marked["tool_calls"] = [_with_name(call, _MARK) for call in message["tool_calls"]]
+    return {**message, **marked}
+
+
+def _with_name(call: Form, name: str) -> Form:
+    return {**call, "function": {**call["function"], "name": name}} if "function" in call else {**call, "name": name}

@@ -1,0 +1,139 @@
+"""Whole messages through a model's chat template; a template that leaves out what a message says is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from streamrl.environment import THOUGHTS, ChatMessage
+from streamrl.errors import TaskError
+
+log = logging.getLogger("streamrl.data")
+
+Tools = Sequence[Mapping[str, Any]]
+Form = dict[str, Any]
+"""A message as templates read it."""
+_told: set[str] = set()
+
+
+def template_text(tokenizer: Any) -> str:
+    """The chat template's source; a tokenizer may hold several by name, among them one for tools."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+
+
+def writes_calls(template: str) -> bool:
+    """Whether the template writes calls of tools."""
+    return "tool_calls" in template
+
+
+def template_forms(messages: Sequence[ChatMessage], template: str) -> list[Form]:
+    """The messages as this template reads them.
+
+    Raises TaskError: a message calls tools, and the template writes no calls.
+    """
+    forms = [message.as_dict() for message in messages]
+    for number, form in enumerate(forms, 1):
+        if form["role"] == "developer" and "developer" not in template:
+            form["role"] = "system"
+        if form.get("tool_calls") and not writes_calls(template):
+            raise TaskError(
+                f"message {number} has tool_calls, which the chat template does not write: give one that does with "
+                "data.chat_template"
+            )
+        if any(form.get(name) for name in THOUGHTS) and not any(name in template for name in THOUGHTS):
+            _tell_once(
+                "the chat template does not write reasoning_content: the model does not see that part of messages; "
+                "data.chat_template gives another"
+            )
+    return forms
+
+
+def rendered(tokenizer: Any, forms: Sequence[Form], tools: Tools = (), **options: Any) -> str:
+    """The text of a conversation.
+
+    Arguments of calls are given as objects, or as JSON to a template that wants texts; where it cannot do without the
+    content of a call, that is an empty text. Raises what the template raises.
+    """
+    def text(some: Sequence[Form]) -> str:
+        return tokenizer.apply_chat_template(list(some), tools=list(tools) or None, tokenize=False, **options)
+
+    objects = [_with_arguments(form, _as_object) for form in forms]
+    found = [call["function"]["arguments"] for form in objects for call in form.get("tool_calls") or ()]
+    if not found:
+        return text(forms)
+    texts, failure = [_with_arguments(form, _as_text) for form in forms], None
+    with_texts = ([{**form, "content": form["content"] or ""} for form in one] for one in (objects, texts))
+    for some in (objects, texts, *with_texts):
+        try:
+            whole = text(some)
+        except Exception as error:  # a template raises what it likes
+            failure = failure or error
+            continue
+        if not any(str(one) in whole and str(one) != json.dumps(one) for one in found):
+            return whole  # else it wrote an object in Python's form, which is no JSON
+    assert failure is not None, "texts are written as they are"
+    raise failure
+
+
+def plain_text(message: ChatMessage) -> str:
+    """A message's text where there is no template. Raises TaskError: it says more than that."""
+    for name in ("tool_calls", *THOUGHTS):
+        if message.fields.get(name):
+            raise TaskError(
+                f"a message of {message.role} has {name}, which only a chat template can write: give one with "
+                "data.chat_template, or leave the field out"
+            )
+    return message.content
+
+
+def text_with_calls(message: ChatMessage) -> str:
+    """A message for readers of plain text, with its calls of tools."""
+    return "\n".join(filter(None, [message.content, *map(call_text, message.fields.get("tool_calls") or ())]))
+
+
+def call_text(call: Mapping[str, Any]) -> str:
+    """A call of a tool in the form that env.tools reads."""
+    (plain,) = _with_arguments({"tool_calls": [call]}, _as_text)["tool_calls"]
+    name, arguments = plain["function"].get("name"), plain["function"]["arguments"]
+    return f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</tool_call>'
+
+
+def is_whole_call(call: Mapping[str, Any]) -> bool:
+    """Whether a call's arguments are an object or JSON of one: what a model wrote may be cut."""
+    (plain,) = _with_arguments({"tool_calls": [call]}, _as_object)["tool_calls"]
+    return isinstance(plain["function"]["arguments"], Mapping)
+
+
+def _with_arguments(form: Form, change: Callable[[Any], Any]) -> Form:
+    """The message with its calls in OpenAI's form, their arguments changed."""
+    if not form.get("tool_calls"):
+        return form
+    calls = []
+    for call in form["tool_calls"]:
+        inner = call.get("function", {key: call[key] for key in ("name", "arguments") if key in call})
+        others = {key: value for key, value in call.items() if key not in inner or "function" in call}
+        calls.append({"type": "function", **others, "function": {**inner, "arguments": change(inner.get("arguments"))}})
+    return {**form, "tool_calls": calls}
+
+
+def _as_object(arguments: Any) -> Any:
+    """Arguments as an object, if they are one or JSON of one; what a model wrote may be neither."""
+    if isinstance(arguments, str) and arguments:
+        with suppress(ValueError):
+            found = json.loads(arguments)
+            return found if isinstance(found, Mapping) else arguments
+    return arguments or {}
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) and arguments else json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def _tell_once(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        log.warning("%s", text)
