@@ -36,7 +36,7 @@ _NAMED = re.compile(r"\.(?:seg|cut)|/durable, byte \d+")
 
 
 class DamagedLog:
-    """A copy of a run's log, damaged and mended again and again.
+    """A copy of a run's log, damaged and restored again and again.
 
     Attributes:
         counts: what became of the draws.
