@@ -93,7 +93,8 @@ def load_config(overrides: Sequence[str] = (), *, notify: Callable[[str], None] 
         if dropped := _drop_form(config, experiment, given_values(overrides)):
             notify(f"this is not the task of the experiment, whose {', '.join(dropped)} are left out")
         if lost := lost_of_recipe(_chosen("algorithm", overrides), experiment, given_values(overrides)):
-            notify(f"the experiment sets these itself: to have the recipe's, add {' '.join(lost)}")
+            keys = " and ".join(word.partition("=")[0] for word in lost)
+            notify(f"the experiment overrides the recipe's {keys}; add {' '.join(lost)} to get it back")
         return to_config(config)
     except HydraException as error:
         _check_types(overrides)
