@@ -106,10 +106,12 @@ def learn(words: list[str], told: Callable[..., None], *, launched: bool) -> int
     run_dir = agreed_run_dir(
         partial(choose_run_dir, config), partial(numbered_run_dir, config), config.run.dir, ranks
     )
-    run = build_run(config, run_dir, stop, ranks)
+    noted = ranks.rank != 0 or launched
+    run = build_run(
+        config, run_dir, stop, ranks,
+        locked=(lambda: None) if noted else partial(note_start, run_dir, ["streamrl", "learner", *words]),
+    )
     stop.watch_launcher()
-    if ranks.rank == 0 and not launched:
-        note_start(run_dir, ["streamrl", "learner", *words])
     try:
         completed = train(run)
         finish(run, completed=completed)

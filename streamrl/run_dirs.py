@@ -16,7 +16,7 @@ from typing import IO
 
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, RunLockedError, RunNotFoundError, one_sentence
-from streamrl.metrics.files import write_atomic
+from streamrl.metrics.files import read_object, write_atomic
 from streamrl.metrics.run_record import FAILURE, starts_of
 from streamrl.version import __version__
 
@@ -128,7 +128,10 @@ def _is_free(lock: IO[bytes], how: int) -> bool:
 
 
 def note_start(run_dir: Path, command: Sequence[str]) -> None:
-    """Add a start to `run.json`: the command line, the time, the version, and the commit of the working directory."""
+    """Add a start to `run.json`: the command line, the time, the version, and the commit of the working directory.
+
+    A run that had finished is starting from here on: what this start was asked for stands, however early it is killed.
+    """
     path = run_dir / "run.json"
     started = {
         "command": shlex.join(command), "started": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -136,6 +139,9 @@ def note_start(run_dir: Path, command: Sequence[str]) -> None:
     }
     starts = [*starts_of(run_dir), started]
     write_atomic(path, json.dumps({"starts": starts}, indent=1) + "\n")
+    status = read_object(run_dir / "status.json")
+    if status.get("state") == "finished":
+        write_atomic(run_dir / "status.json", json.dumps({**status, "state": "starting"}))
 
 
 def _commit() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -51,18 +52,25 @@ from streamrl.weights.shm.directory import document_directory, remove_dead, remo
 from streamrl.weights.shm.transport import ShmPublisher
 
 
-def build_run(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks) -> Run:
-    """Everything from the lock on the directory to a hub that answers; collective. What fails is taken down again."""
+def build_run(
+    config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, *, locked: Callable[[], None] = lambda: None
+) -> Run:
+    """Everything from the lock on the directory to a hub that answers; collective. What fails is taken down again.
+
+    Args:
+        locked: called once the directory is this run's and the settings fit its task, before anything that takes long.
+    """
     torch.manual_seed(config.run.seed)
     prepare_inputs(config, ranks.device)
     with ExitStack() as undo:
-        run = _build(config, run_dir, stop, ranks, undo)
+        given = open_inputs(config, run_dir, ranks)
+        locked()
+        run = _build(config, given, run_dir, stop, ranks, undo)
         undo.pop_all()
         return run
 
 
-def _build(config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: ExitStack) -> Run:
-    given = open_inputs(config, run_dir, ranks)
+def _build(config: Config, given: Inputs, run_dir: Path, stop: StopFlag, ranks: Ranks, undo: ExitStack) -> Run:
     staleness = make_staleness(config, given.past.controls)
     documents = document_directory(given.past.run_id, run_dir)
     history, recovered = history_after(given, run_dir) if ranks.rank == 0 else None, Recovered()

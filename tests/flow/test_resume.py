@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections import Counter
 
@@ -64,6 +65,13 @@ def test_a_learner_told_to_stop_saves_first_and_its_successor_repeats_nothing(ha
     assert harness.finish(actor, 15) == 0
     trained = [row["run/version"] for row in harness.metrics() if "policy/loss" in row]
     assert 3 <= stopped_at < 30 and trained == list(range(1, 31))
+
+
+def test_a_learner_notes_what_it_was_asked_for_before_what_takes_long(harness: RunHarness):
+    (harness.run_dir / "stream").mkdir(parents=True)
+    (harness.run_dir / "stream" / "00000001.seg").write_bytes(b"x" * 99)  # where its set-up ends, in place of a kill
+    assert harness.finish(harness.learner("trainer.num_steps=7"), 120) != 0, harness.logs()
+    assert "trainer.num_steps=7" in json.loads((harness.run_dir / "run.json").read_text())["starts"][-1]["command"]
 
 
 def test_a_second_learner_on_a_living_run_is_refused(harness: RunHarness):

@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from streamrl.config.load import load_config
-from streamrl.errors import ConfigError, RunLockedError
-from streamrl.run_dirs import choose_run_dir, find_run_dir, has_learner, launch_lock
+from streamrl.errors import ConfigError, ControlError, RunLockedError
+from streamrl.run_dirs import choose_run_dir, find_run_dir, has_learner, launch_lock, note_start
+from streamrl.verbs.resume import command_of
 from streamrl.verbs.runs import NamedRun, find_run
 from streamrl.verbs.status import _of_launcher
 
@@ -82,3 +83,18 @@ def test_a_launcher_that_is_starting_says_how_many_actors_it_will_keep(monkeypat
     monkeypatch.setattr(NamedRun, "has_launcher", True)
     told = dict(_of_launcher(NamedRun(tmp_path, {}, {"pid": 7}, {}), set()))
     assert told["launcher"] == said
+
+
+@pytest.mark.parametrize("verb", ["launch", "learner"])
+def test_what_a_finished_run_was_asked_for_in_addition_outlives_a_start_that_was_killed(tmp_path, verb):
+    words = ["streamrl", verb, "experiment=quickstart", "trainer.num_steps=3"]
+    note_start(tmp_path, words)
+    (tmp_path / "status.json").write_text('{"state": "finished", "total_steps": 3, "version": 3}')
+    with pytest.raises(ControlError, match="is over: it has done its 3 steps"):
+        command_of(find_run(str(tmp_path)), [])
+    more = command_of(find_run(str(tmp_path)), ["trainer.num_steps=9"])
+
+    note_start(tmp_path, ["streamrl", *more])  # and it is killed
+
+    assert command_of(find_run(str(tmp_path)), []) == more
+    assert find_run(str(tmp_path)).status == {"state": "starting", "total_steps": 3, "version": 3}
