@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 
-from envs.data.shapes import RecordShape, code_tests, json_or_text
+from envs.data.shapes import RecordShape, code_tests
 from envs.rewards.extract import last_code_block
-from envs.rewards.output_match import matches
+from envs.rewards.output_match import matches, same_value
 from envs.rewards.workers import num_workers
 from envs.sandbox import Call, Case, Execution, Limits, SandboxPool
 from streamrl.config.schema import RewardConfig
@@ -84,9 +84,9 @@ def grade_program(
     return results
 
 
-def _arguments(text: str) -> tuple[Any, ...]:
-    """Arguments of a call: one JSON value for each line; a line that is no JSON is a text."""
-    return tuple(json_or_text(line) for line in text.splitlines())
+def _arguments(text: str) -> tuple[str, ...]:
+    """Arguments of a call, one for each line; not `splitlines`, which splits texts at other characters too."""
+    return tuple(text.replace("\r\n", "\n").removesuffix("\n").split("\n")) if text else ()
 
 
 def _result(outcome: Execution, expected: str, called: bool, any_order: bool) -> bool | int:
@@ -94,8 +94,7 @@ def _result(outcome: Execution, expected: str, called: bool, any_order: bool) ->
         return COMPILE_ERROR if outcome.status == "compile_error" else RUNTIME_ERROR
     if not called:
         return matches(outcome.stdout, expected, any_order=any_order)
-    value, right = json_or_text(outcome.value or "null"), json_or_text(expected)
-    return value == right or (isinstance(right, list) and len(right) == 1 and value == right[0])
+    return same_value(outcome.value or "null", expected)
 
 
 def ask_verifier(

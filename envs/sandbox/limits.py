@@ -34,11 +34,11 @@ class Call:
 
     Args:
         name: a function of the program, or a method of its class `Solution`.
-        arguments: positional, JSON-serializable.
+        arguments: positional, the JSON of each; what is no JSON is a text.
     """
 
     name: str
-    arguments: tuple[object, ...] = ()
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,8 @@ def run_program(program, call, directory, limits):
     try:
         os.chdir(directory)
         apply(limits)
+        if hasattr(sys, "set_int_max_str_digits"):  # of Python 3.11; the time limit holds for long numbers, too
+            sys.set_int_max_str_digits(0)
         prctl(PR_SET_DUMPABLE, 1)  # so that the supervisor may read how much memory it takes
         for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -178,7 +180,8 @@ def run_program(program, call, directory, limits):
             raise SystemExit(1) from None
         exec(code, names)
         if call is not None:
-            os.write(4, json.dumps(target(names, call["name"])(*call["arguments"])).encode())
+            result = target(names, call["name"])(*map(json_or_text, call["arguments"]))
+            write_all(4, json.dumps(result).encode())
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
@@ -194,6 +197,13 @@ def run_program(program, call, directory, limits):
         except BaseException:
             status = status or 1
         os._exit(status & 0xFF)
+
+
+def json_or_text(text):
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def target(names, name):
@@ -319,16 +329,18 @@ def memory_of(pid):
 
 def in_memory(name, data):
     fd = os.memfd_create(name)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    write_all(fd, data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
 
 
 def write_frame(fd, message):
     data = json.dumps(message).encode()
-    view = memoryview(struct.pack("<I", len(data)) + data)
+    write_all(fd, struct.pack("<I", len(data)) + data)
+
+
+def write_all(fd, data):
+    view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 

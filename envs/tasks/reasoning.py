@@ -9,7 +9,6 @@ The package takes seconds to import, so only constructing a task (or asking for 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from typing import Any
 from envs.rewards.extract import last_answer_tag
 from envs.rewards.workers import GraderError, WorkerPool
 from envs.task_file import refuse_unknown
-from envs.tools.calculator import WRITTEN, calculate
+from envs.tools.calculator import WRITTEN, evaluate
 from envs.tools.tool import ToolError
 from streamrl.environment import Record, SingleTurnTask, Step
 from streamrl.errors import TaskError, describe
@@ -47,12 +46,12 @@ def score_countdown(answer: str, entry: Mapping[str, Any]) -> float:
     if not _ARITHMETIC.fullmatch(answer):
         return 0.0
     try:
-        value = float(calculate(answer))
+        value = evaluate(answer)
     except ToolError:
         return 0.0
     numbers, target = entry["metadata"]["numbers"], entry["metadata"]["target"]
     uses_all = sorted(map(int, re.findall(r"\d+", answer))) == sorted(numbers)
-    return 1.0 if uses_all and math.isclose(value, target, rel_tol=1e-5, abs_tol=1e-6) else WRONG
+    return 1.0 if uses_all and value == target else WRONG
 
 
 OWN_SCORERS: dict[str, Callable[[str, Mapping[str, Any]], float]] = {"countdown": score_countdown}

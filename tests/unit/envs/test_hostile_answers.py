@@ -103,6 +103,18 @@ def test_an_answer_to_countdown_is_read_by_the_calculator(answer, score):
     assert score_countdown(answer, {"metadata": {"numbers": [3, 5, 2], "target": 16}}) == score
 
 
+@pytest.mark.parametrize(
+    ("answer", "numbers", "target", "score"),
+    [
+        ("100 / 3 * 9", [100, 3, 9], 300, 1),
+        ("999 + 1 / 700", [999, 1, 700], 999, WRONG),  # nearer than 1e-5 of it
+        ("7 * (1 + 1 / 99999)", [7, 1, 1, 99999], 7, WRONG),
+    ],
+)
+def test_a_solution_of_countdown_makes_the_target_exactly(answer, numbers, target, score):
+    assert score_countdown(answer, {"metadata": {"numbers": numbers, "target": target}}) == score
+
+
 def test_an_answer_that_the_scorer_cannot_read_earns_nothing_and_is_counted(caplog):
     task = ReasoningTask("prime_factorization", answer_format="text", format_reward=0.1)
     record = task.record("train", 0)

@@ -180,6 +180,34 @@ def test_a_function_is_called_with_arguments_line_by_line(play):
     assert play(program, "reward.type=code", record={"question": "?", "test_cases": tests}).reward == 1
 
 
+@pytest.mark.parametrize(
+    ("program", "arguments", "output", "reward"),
+    [
+        ("return 0.1 + 0.2", "1", "0.3", 1),
+        ("return [[0.1 + 0.2], {'a': 3.0}]", "1", '[[0.3], {"a": 3}]', 1),
+        ("return x", "1", "true", 0),
+        ("return not x", "false", "true", 1),
+        ("return not x", "false", "1", 0),
+        ("return x + 1", "1" + "0" * 5000, "1" + "0" * 4999 + "1", 1),
+        ("return float(x)", "12345678901234567891", "12345678901234567890", 0),
+        ("return len(str(10**5000))", "1", "5001", 1),
+        ("return x", '"a\u2028b"', '"a\u2028b"', 1),
+        ("return x", "plain", "plain", 1),
+    ],
+)
+def test_what_a_function_returns_is_compared_with_its_type(play, program, arguments, output, reward):
+    tests = {"inputs": [arguments], "outputs": [output], "fn_name": "f"}
+    completion = f"```python\ndef f(x):\n    {program}\n```"
+    assert play(completion, "reward.type=code", record={"question": "?", "test_cases": tests}).reward == reward
+
+
+def test_programs_read_and_print_numbers_of_any_length(play):
+    tests = {"inputs": ["1" + "0" * 5000], "outputs": ["1" + "0" * 5000 + "1"]}
+    record = {"question": "?", "test_cases": tests}
+    assert play("```python\nprint(int(input()) * 10 + 1)\n```", "reward.type=code", record=record).reward == 1
+    assert play("```python\nprint(int(input()) * 10 + 2)\n```", "reward.type=code", record=record).reward == 0
+
+
 @pytest.fixture(scope="module")
 def service() -> Iterator[tuple[str, dict[str, Any]]]:
     """Address of a server on loopback and what it shall answer and what it got: {status, reply, seen, failures}."""

@@ -41,7 +41,7 @@ def test_each_case_reads_its_own_input(pool: SandboxPool) -> None:
 
 
 def test_a_function_or_a_method_of_solution_is_called(pool: SandboxPool) -> None:
-    by_name = pool.run("def add(a, b):\n    return [a + b]", [Case(call=Call("add", (1, 2)))])[0]
+    by_name = pool.run("def add(a, b):\n    return [a + b]", [Case(call=Call("add", ("1", "2")))])[0]
     of_class = pool.run("class Solution:\n    def f(self, x): return x * 2", [Case(call=Call("f", ("ab",)))])[0]
     missing = pool.run("x = 1", [Case(call=Call("f"))])[0]
     assert json.loads(by_name.value or "") == [3]
