@@ -197,6 +197,7 @@ class EpisodeRunner:
     ) -> tuple[Step, bool]:
         """The environment's answer to a turn, and whether there is a next one, whose input is then ready."""
         text = conversation.hear(generation.token_ids)
+        text = text if getattr(env, "hears_thoughts", False) else str(text)
         step = await self._play((_optional(env, "last_step") if last else None) or env.step, text)
         if step.done or last:
             return step, False

@@ -39,7 +39,6 @@ from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.environment import HasSetUp, Record, Task
 from streamrl.errors import ConfigError, TaskError
 from streamrl.messages import Member, MemberStatus
-from streamrl.messages.codec import unpack_ids
 from streamrl.metrics.eval_scores import average, estimates
 
 PROGRESS_S = 5.0
@@ -103,7 +102,7 @@ def _note(
         answers.failure = failure or member.finish
         line["failure"] = answers.failure
     else:
-        text = renderer.text([int(one) for one in unpack_ids(member.token_ids)])
+        text = renderer.said(member)
         score = member.scores.get("score", member.reward)
         answers.scores[index].append(score)
         answers.finals[index].append(stated_answer(text))
@@ -113,8 +112,8 @@ def _note(
             if name != "score":
                 answers.parts.setdefault(name, []).append(value)
         line |= {
-            "text": text, "score": score, "reward": member.reward, "scores": member.scores, "finish": member.finish,
-            "num_tokens": len(member.token_ids) // 4,
+            "text": str(text), "score": score, "reward": member.reward, "scores": member.scores,
+            "finish": member.finish, "num_tokens": len(member.token_ids) // 4,
         }
     out.write(msgspec.json.encode(line).decode() + "\n")
 

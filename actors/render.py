@@ -16,8 +16,11 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from envs.data.chat_template import Tools, plain_text, rendered, template_forms, template_text, writes_calls
+from envs.rewards.thoughts import TAIL, heard
 from streamrl.environment import SYSTEM_ROLES, ChatMessage, InputText
 from streamrl.errors import TaskError
+from streamrl.messages import Member
+from streamrl.messages.codec import unpack_ids
 
 _ANSWER = "streamrlanswer"  # stands for the model's turn when the template is asked what follows one
 
@@ -110,6 +113,11 @@ class Renderer:
     def whole_text(self, token_ids: Sequence[int]) -> str:
         """Decode these tokens, special ones included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def said(self, member: Member) -> str:
+        """What the model and the environment said after the first prompt, marked if it continues a thought."""
+        read, ids = (unpack_ids(raw).tolist() for raw in (member.prompt_ids, member.token_ids))
+        return heard(self.text(ids), self.whole_text(read[-TAIL:]))
 
     def _template(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> str:
         """A conversation that ends with words of the assistant is one for the model to continue."""

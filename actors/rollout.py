@@ -28,7 +28,6 @@ from streamrl.messages import (
     Purpose,
     ReturnReason,
 )
-from streamrl.messages.codec import unpack_ids
 from streamrl.messages.sampled_sets import is_truncated
 from streamrl.messages.validate import check_group
 
@@ -83,7 +82,7 @@ async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callabl
 
 def _answer(runner: EpisodeRunner, member: Member) -> str:
     """The final answer of a member; of a long one a digest, which is as good for counting equal ones."""
-    text = stated_answer(runner.renderer.text([int(one) for one in unpack_ids(member.token_ids)]))
+    text = stated_answer(runner.renderer.said(member))
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= MAX_ANSWER_CHARS else xxhash.xxh3_128_hexdigest(text.encode())
 

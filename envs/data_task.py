@@ -130,6 +130,7 @@ class AnswerEnv:
         self._prompt: Sequence[ChatMessage] = ()
         self.tools: Sequence[Mapping[str, Any]] = ()
         self.may_block = bool(getattr(reward, "may_block", False))
+        self.hears_thoughts = True
 
     def reset(self, record: Record) -> Sequence[ChatMessage]:
         self._record, self._prompt, self.tools = record, self._shape.messages(record), tool_schemas(record)

@@ -178,6 +178,7 @@ class WrittenReward:
     def _values(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> dict[str, Any]:
         """Everything that a function may ask for: the record's fields, and ours."""
         opening = [message.as_dict() for message in prompt]
+        completion = str(completion)  # what the model wrote, and no more
         reply = {"role": "assistant", "content": completion}
         field = self._shape.prompt_field(record)
         is_text = len(opening) == 1 and isinstance(self._shape.prompt(record), str)

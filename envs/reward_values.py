@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,9 @@ from streamrl.environment import MAX_REWARD, Step
 from streamrl.errors import TaskError
 
 FORMS = "a number, True or False, or a dict of named parts"
+MAIN = ("reward", "score")
+NO_NUMBERS = (str, bytes, type(None), Mapping, Sequence, Set)
+"""A part of one of these is none: a text for the log, as verl's functions return; or None, which does not apply."""
 MAX_NAME_CHARS = 32
 
 
@@ -20,7 +23,7 @@ def as_step(value: Any, source: str) -> Step:
 
     Args:
         value: a number or bool; a list of one of these; a dict of named parts, whose reward is its entry "reward", else
-            its entry "score", else their sum; or a whole `Step`.
+            its entry "score", else their sum, and where what is no number counts for nothing; or a whole `Step`.
         source: what returned it, for the message.
     Raises:
         TaskError: anything else, not finite, or larger than a million.
@@ -56,12 +59,17 @@ def _step_of_parts(parts: Mapping[Any, Any], source: str) -> Step:
         return _step_of_agents(agents, {name: one for name, one in parts.items() if name != "agents"}, source)
     if not parts:
         raise TaskError(f"{source} returned an empty dict: return {FORMS}.")
-    values = {part_name(name, source): number(value, f"{source}, part {name!r},") for name, value in parts.items()}
-    main = next((name for name in ("reward", "score") if name in values), None)
+    main = next((name for name in MAIN if name in parts), None)
+    values = {
+        part_name(name, source): number(value, f"{source}, part {name!r},")
+        for name, value in parts.items() if name == main or not isinstance(value, NO_NUMBERS)
+    }
+    if not values:
+        raise TaskError(f"{source} returned {dict(parts)!r:.80}, which holds no number: return {FORMS}.")
     reward = sum(values.values()) if main is None else values[main]
     return Step(
         reward=number(reward, f"{source}: the sum of its parts"), score=values.get("score"),
-        parts={name: value for name, value in values.items() if name not in ("reward", "score")},
+        parts={name: value for name, value in values.items() if name not in MAIN},
     )
 
 

@@ -105,6 +105,11 @@ class InputText(str):
     """The model's whole input as a text: `Env.reset` may return it in place of messages; it gets no chat template."""
 
 
+class Continued(str):
+    """A model's turn that continues a thought: its prompt ended with `<think>`. Environments with an attribute
+    `hears_thoughts = True` get it in place of a plain text."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The result of one action.

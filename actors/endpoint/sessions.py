@@ -18,6 +18,7 @@ from typing import Any
 
 from actors.trajectory.chat_form import ChatCompletion
 from actors.trajectory.client import Client
+from envs.rewards.thoughts import TAIL, heard
 from streamrl.environment import AgentSession, Record
 from streamrl.errors import TaskError
 
@@ -74,7 +75,8 @@ class Session(AgentSession):
 
     async def _create(self, options: Mapping[str, Any]) -> ChatCompletion:
         completion = await self.client.chat.create(**options)
-        self.answer = completion.choices[0].message.content
+        read = self.client.tokenizer.decode(completion.prompt_token_ids[-TAIL:], skip_special_tokens=False)
+        self.answer = heard(completion.choices[0].message.content, read)
         return completion
 
     async def offered(self, record: Record) -> None:

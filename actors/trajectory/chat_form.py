@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from envs.data.chat_template import call_text, is_whole_call
+from envs.rewards.thoughts import spoken, spoken_from
 from envs.tools.parsing import ToolCall as ParsedCall
-from envs.tools.parsing import parse_json, parse_tags, spoken
+from envs.tools.parsing import parse_json, parse_tags
 from streamrl.environment import ROLES, ChatMessage, Generated
 from streamrl.errors import TaskError
 
@@ -100,7 +101,7 @@ class Chat:
         answer = await self._client.generate(
             messages, tools=list(tools or ()), max_new_tokens=min(limits, default=None), **given
         )
-        calls = self._calls(answer.text) if tools else []
+        calls = self._calls(answer.text, tools) if tools else []
         self._num_completions += 1
         finish = "tool_calls" if calls else answer.finish if answer.finish == "length" else "stop"
         message = Message(answer.text, tool_calls=calls or None)
@@ -111,10 +112,10 @@ class Chat:
             {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said},
         )
 
-    def _calls(self, text: str) -> list[ToolCall]:
+    def _calls(self, text: str, tools: Sequence[Any]) -> list[ToolCall]:
         """Calls that can be read; what is none stays text."""
         found = []
-        for call in parse_tags(spoken(text), ()) or parse_json(spoken(text), ()):
+        for call in parse_tags(spoken(text), tools) or parse_json(spoken(text), tools):
             if isinstance(call, ParsedCall):
                 self._num_calls += 1
                 found.append(ToolCall(f"call-{self._num_calls}", FunctionCall(call.name, json.dumps(call.arguments))))
@@ -124,7 +125,7 @@ class Chat:
 
 def before_calls(text: str) -> str:
     """What the model wrote before its first call of a tool."""
-    start = len(text) - len(spoken(text))
+    start = spoken_from(text)
     marks = (text.find(mark, start) for mark in ("<tool_call>", "<function="))
     return text[: min((place for place in marks if place >= 0), default=start)]
 

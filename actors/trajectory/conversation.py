@@ -16,6 +16,7 @@ import re
 from collections.abc import Sequence
 
 from actors.render import Renderer, SharedPrompts, Tools
+from envs.rewards.thoughts import heard
 from streamrl.environment import ChatMessage, InputText, Step
 
 log = logging.getLogger("streamrl.actor")
@@ -58,12 +59,13 @@ class Conversation:
         return self._before + self._after
 
     def hear(self, token_ids: Sequence[int]) -> str:
-        """A turn of the model; returns its text."""
+        """A turn of the model; returns its text, which says so if it continues a thought."""
         self._said = self._renderer.text(token_ids)
+        heard_text = heard(self._said, self._after or self._before)
         self._after += self._said
         self.ids = [*self.ids, *token_ids]
         self._last_token = token_ids[-1] if token_ids else -1
-        return self._said
+        return heard_text
 
     def answer(self, step: Step) -> None:
         """Add the environment's answer before the next turn. Raises TaskError: see `Renderer.more_text`."""

@@ -52,7 +52,7 @@ class RewardFunctions:
         parts = {}
         for name, function in self._functions.items():
             # Each gets a list of its own, which it may change.
-            value = function([*prompt, ChatMessage("assistant", completion)], answer)
+            value = function([*prompt, ChatMessage("assistant", str(completion))], answer)
             if not isinstance(value, int | float):
                 raise TaskError(f"{self.name}: the reward {name} returned {value!r:.60}: it must be an int or a float.")
             parts[name] = number(value, f"{self.name}: the reward {name}")

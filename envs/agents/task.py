@@ -48,7 +48,8 @@ class AgentEnv:
         if value is not None:
             return as_step(value, self._name)
         await self.reset(record)
-        return replace(await _called(self._judge.step, session.answer), done=True)
+        answer = session.answer if getattr(self._judge, "hears_thoughts", False) else str(session.answer)
+        return replace(await _called(self._judge.step, answer), done=True)
 
 
 async def _called(method: Callable[[Any], Any], argument: Any) -> Any:

@@ -19,6 +19,7 @@ from envs.rewards.extract import (
     last_hashes,
     last_number,
 )
+from envs.rewards.thoughts import spoken, whole
 from envs.rewards.workers import GraderError, WorkerPool, num_workers
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record, Step
@@ -47,6 +48,8 @@ class MathGrader:
 class _FoundAnswer:
     """Base of rewards that find an answer: `find` says where, `well_formed` whether the form was kept.
 
+    `find` gets what stands after the model's thoughts, `well_formed` all of the completion.
+
     Args:
         grader: compares answers; None is math-verify.
     """
@@ -60,12 +63,12 @@ class _FoundAnswer:
 
     def well_formed(self, completion: str) -> bool:
         tags = self._settings.format_tags
-        return self.find(completion) is not None and (not tags or has_format(completion, tags))
+        return self.find(spoken(completion)) is not None and (not tags or has_format(completion, tags))
 
     def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
-        gold, answer = final_answer(str(self._shape.required_answer(record))), self.find(completion)
+        gold, answer = final_answer(str(self._shape.required_answer(record))), self.find(spoken(completion))
         right = float(answer is not None and self._grader(gold, answer))
-        formatted = self.well_formed(completion)
+        formatted = self.well_formed(whole(completion))
         parts = {"format_acc": float(formatted), "ans_acc": right}
         return Step(reward=self._settings.correct * right * formatted, score=right, parts=parts)
 
@@ -119,7 +122,7 @@ class FreeMath(_FoundAnswer):
 
 
 class Exact(_FoundAnswer):
-    """The whole completion is the answer, compared letter by letter but for white space around it."""
+    """All that is said after the thoughts is the answer, compared letter by letter but for white space around it."""
 
     def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
         super().__init__(settings, shape, lambda gold, answer: gold == answer)

@@ -11,6 +11,7 @@ import httpx
 from envs.data.shapes import RecordShape, code_tests
 from envs.rewards.extract import last_code_block
 from envs.rewards.output_match import matches, same_value
+from envs.rewards.thoughts import spoken
 from envs.rewards.workers import num_workers
 from envs.sandbox import Call, Case, Execution, Limits, SandboxPool
 from streamrl.config.schema import RewardConfig
@@ -39,7 +40,7 @@ class Code:
 
     def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
         code = self._settings.code
-        program, formatted = last_code_block(completion)
+        program, formatted = last_code_block(spoken(completion))
         tests = code_tests(record)
         if code.url is not None:
             results = ask_verifier(code.url, tests, program, code.case_timeout_s, code.total_timeout_s)

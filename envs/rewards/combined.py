@@ -13,6 +13,8 @@ from streamrl.environment import ChatMessage, Record, RewardFunction, Step
 class Combined:
     """The weighted sum. The score, and the right completion of a record, are those of the first reward that has one.
 
+    A reward that is None does not apply to this answer and adds nothing; one at least must apply.
+
     Beside one that is awaited, the others must be fast, as they run on the actor's loop.
     """
 
@@ -29,9 +31,12 @@ class Combined:
             self.set_up, self.tear_down = self._all("set_up"), self._all("tear_down")
 
     async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
-        steps, parts = {}, dict[str, float]()
+        steps, parts, last = {}, dict[str, float](), list(self._rewards)[-1]
         for name, reward in self._rewards.items():
-            steps[name] = as_step(await call(reward, record, completion, prompt), f"reward {name}")
+            value = await call(reward, record, completion, prompt)
+            if value is None and (steps or name != last):
+                continue
+            steps[name] = as_step(value, f"reward {name}")
             parts |= {**steps[name].parts, name: steps[name].reward}
         total = sum(self._weights[name] * step.reward for name, step in steps.items())
         score = next((step.score for step in steps.values() if step.score is not None), None)

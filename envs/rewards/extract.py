@@ -5,9 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-ANSWER_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+from envs.rewards.thoughts import CLOSED, OPENED, spoken
+
+ANSWER_TAGS = (OPENED, CLOSED, "<answer>", "</answer>")
 _OPENED, _CLOSED = ANSWER_TAGS[2:]
 _BRACE = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+_UNBRACED = re.compile(
+    r"\\(?:boxed|fbox)(?![a-zA-Z])\s*((?:[-+−]?[\d.]|\\[a-zA-Z]|[a-zA-Z](?![a-zA-Z ]))[^$\n]*?)"
+    r"(?=\$|\\[)\]]|\n|\.(?:\s|$)|$)"
+)
+"""A box without braces holds what follows it, up to the end of the mathematics or of the sentence."""
 _SPAN = re.compile(r"\$\$(.+?)\$\$|\$(?=\S)([^$\n]*?\S)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _SIGN = r"(=|[-+*/^<>×·⋅−]|\\(?:times|cdot|div)(?![a-zA-Z]))"
 _AROUND_SIGN = re.compile(rf"(?:(?<=[\d)}}%])|(?<=(?<![A-Za-z])[A-Za-z]))(?:\s+{_SIGN}\s+|{_SIGN}\s*)(?=[\w({{\\.$])")
@@ -24,21 +31,25 @@ _FENCE, _PYTHON_FENCE = "```", "```python"
 def last_boxed(text: str) -> str | None:
     r"""Content of the last `\boxed{`, with balanced braces, stripped; None if there is none or it is not closed.
 
-    A box in a box belongs to the outer one. Escaped braces are letters: `\boxed{\{1, 2\}}`.
+    A box in a box belongs to the outer one. Escaped braces are letters: `\boxed{\{1, 2\}}`. `\boxed5` holds 5.
     """
     opened: list[tuple[int, int]] = []  # of each open brace: where its box starts or -1, and where its content does
-    start, found = -1, None
+    start, end, found = -1, 0, None
     for match in _BRACE.finditer(text):
         if match[1] or match[0] == "{":
             opened.append((match.start() if match[1] else -1, match.end()))
         elif match[0] == "}" and opened:
             box, begin = opened.pop()
             if box >= 0:
-                start, found = box, text[begin : match.start()].strip()
-    if found is None or any(box > start for box, _ in opened):
+                start, end, found = box, match.end(), text[begin : match.start()].strip()
+    if any(box > start for box, _ in opened):
         return None
-    twice = found.startswith("\\boxed") and found.endswith("}") and found.count("\\boxed") == 1
-    return last_boxed(found) if twice else found
+    unbraced = [match[1].strip() for match in _UNBRACED.finditer(text, end)]
+    if unbraced or found is None:
+        return unbraced[-1] if unbraced else None
+    inner = last_boxed(found) if found.count("\\boxed") == 1 else None
+    twice = inner is not None and re.fullmatch(rf"\\boxed\s*\{{?\s*{re.escape(inner)}\s*\}}?", found)
+    return inner if twice else found
 
 
 def last_answer_tag(text: str) -> str | None:
@@ -98,8 +109,9 @@ def first_found(text: str, *finders: Callable[[str], str | None]) -> str | None:
     return next((found for find in finders if (found := find(text)) is not None), None)
 
 
-def stated_answer(text: str) -> str:
-    """The answer that a completion gives, for comparing completions: in a box, in a tag, or all of it."""
+def stated_answer(completion: str) -> str:
+    """The answer that a completion gives, for comparing completions: after its thoughts in a box, in a tag, or all."""
+    text = spoken(completion)
     return first_found(text, last_boxed, last_answer_tag) or text.strip()
 
 

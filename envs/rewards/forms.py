@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from envs.data.shapes import RecordShape
 from envs.rewards.extract import ANSWER_TAGS, has_format
+from envs.rewards.thoughts import whole
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record
 
@@ -24,7 +25,7 @@ class Tags:
         self._tags = settings.format_tags or ANSWER_TAGS
 
     def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> float:
-        return float(has_format(completion.rstrip(), self._tags))
+        return float(has_format(whole(completion).rstrip(), self._tags))
 
 
 class Repetition:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from envs.adapters.gymnasium_text import NUM_TEST, NUM_TRAIN, GymnasiumEnv, SeededTask, TextEnv
 from envs.rewards.extract import last_boxed
+from envs.rewards.thoughts import spoken
 from streamrl.environment import Record
 from streamrl.errors import TaskError
 
@@ -50,7 +51,7 @@ class GameTask(SeededTask):
 
 def action_of(turn: str) -> str:
     r"""The last \boxed{...}, else everything."""
-    boxed = last_boxed(turn)
+    boxed = last_boxed(spoken(turn))
     return turn.strip() if boxed is None else boxed
 
 

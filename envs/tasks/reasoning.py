@@ -18,6 +18,7 @@ from hashlib import blake2b
 from typing import Any
 
 from envs.rewards.extract import last_answer_tag
+from envs.rewards.thoughts import spoken
 from envs.rewards.workers import GraderError, WorkerPool
 from envs.task_file import refuse_unknown
 from envs.tools.calculator import WRITTEN, evaluate
@@ -155,7 +156,7 @@ class ReasoningTask(SingleTurnTask):
         )
 
     def reward(self, record: Record, completion: str) -> Step:
-        answer = self._extract(completion)
+        answer = self._extract(spoken(completion))
         form = 0.0 if answer is None else self.format_reward
         score, unscored = 0.0, False
         if answer is not None:

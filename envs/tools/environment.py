@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from envs.awaiting import alike, call, suited
-from envs.tools.parsing import BadCall, Parser, ToolCall, spoken
+from envs.rewards.thoughts import spoken
+from envs.tools.parsing import BadCall, Parser, ToolCall
 from envs.tools.tool import Tool, ToolError, check_arguments, schema
 from streamrl.environment import (
     ChatMessage,
@@ -63,6 +64,7 @@ class ToolEnv:
         self._calls = dict(zip(self._tools, calls, strict=True))
         self._turn = self._num_calls = self._num_errors = 0
         self._told = False
+        self.hears_thoughts = True
 
     async def reset(self, record: Record) -> Sequence[ChatMessage]:
         self._turn = self._num_calls = self._num_errors = 0
@@ -77,7 +79,7 @@ class ToolEnv:
         rules = self._rules
         calls = [] if self._told else rules.parse(spoken(action), list(self._tools.values()))
         if not calls or self._turn >= rules.max_turns:
-            step = await call(self._step, action)
+            step = await call(self._step, action if getattr(self._env, "hears_thoughts", False) else str(action))
             counts = {"tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
             # An environment of several turns may go on; what its steps say is theirs, the counts come with the last.
             return replace(step, parts={**counts, **step.parts}) if step.done else step

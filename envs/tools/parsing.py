@@ -1,13 +1,15 @@
 """Find the calls in what a model said. Families of models write them in different ways.
 
     tags     <tool_call>{"name": "calculator", "arguments": {"expression": "3+4"}}</tool_call>     Hermes, Qwen
+             <tool_call><function=calculator><parameter=expression>3+4</parameter></function></tool_call>   Qwen3-Coder
     json     {"name": "calculator", "parameters": {"expression": "3+4"}}                           Llama 3
              <function=calculator>{"expression": "3+4"}</function>
     fence    the same object in a fence of json, or a program in a fence of python
     angle    <3+4>, the one argument of the first tool                                             tiny models
 
-Where nothing looks like a call, the text is the final answer. What looks like a call and cannot be read becomes a
-`BadCall`, whose reason goes to the model as an observation.
+Where nothing looks like a call, the text is the final answer: an object outside of a tag is a call only if it has
+arguments. What looks like a call and cannot be read becomes a `BadCall`, whose reason goes to the model as an
+observation.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from envs.tools.tool import Tool, required
+from envs.data.shapes import json_or_text
+from envs.tools.tool import Tool, required, schema
 
-_TAG = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([\w.-]+)>(.*?)(</function>|$)", re.DOTALL)
+_TAG = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([\w.-]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
 _FENCE = re.compile(r"```(json|python|py)[ \t]*\n(.*?)(```|$)", re.DOTALL)
 _ANGLE = re.compile(r"<([^<>]*)>")
-_THINKING_ENDS = "</think>"
+_FUNCTION_ENDS, _PARAMETER_ENDS = "</function>", "</parameter>"
+_ARGUMENTS = ("arguments", "parameters")
 FORM = 'write {"name": ..., "arguments": {...}}'
 
 
@@ -44,34 +49,41 @@ class BadCall:
 
 
 Calls = list[ToolCall | BadCall]
+Described = Sequence[Tool | Mapping[str, Any]]
+"""Tools, or their JSON schemas as chat templates get them."""
 Parser = Callable[[str, Sequence[Tool]], Calls]
 
 
-def parse_tags(text: str, tools: Sequence[Tool]) -> Calls:
-    """Every <tool_call>; one that the end of the text cuts off is complete if its JSON is."""
-    return [_from_json(body) for body, _ in _TAG.findall(text)]
+def parse_tags(text: str, tools: Described) -> Calls:
+    """All calls in every <tool_call>; one that the end of the text cuts off is complete if its JSON is."""
+    calls: Calls = []
+    for body in _TAG.findall(text):
+        if body.lstrip().startswith("<function="):
+            calls += _functions(body, tools)
+        else:
+            values = _values(body, alone=True) or [ValueError("it is empty")]
+            calls += [_from_value(value) for value in values]
+    return calls
 
 
-def parse_json(text: str, tools: Sequence[Tool]) -> Calls:
-    """A text that is one JSON object with a name, or several separated by semicolons; or <function=name>."""
-    functions = _FUNCTION.findall(text)
+def parse_json(text: str, tools: Described) -> Calls:
+    """A text that is one JSON object with a name and arguments, or several of them; or <function=name>."""
+    functions = _functions(text, tools)
     if functions:
-        return [_from_arguments(name, body) for name, body, _ in functions]
+        return functions
     text = text.replace("<|python_tag|>", "").strip()
-    if not (text.startswith("{") and '"name"' in text):
-        return []
-    return [_from_json(part) for part in _objects(text)]
+    return _calls_of(text, tools) if text.startswith(("{", "[")) else []
 
 
 def parse_fence(text: str, tools: Sequence[Tool]) -> Calls:
-    """Fences of json with a name, and fences of python where there is a tool of that name."""
+    """Fences of json with a name and arguments, and fences of python where there is a tool of that name."""
     calls: Calls = []
     has_python = any(tool.name == "python" for tool in tools)
     for language, body, _ in _FENCE.findall(text):
         if language != "json" and has_python:
             calls.append(ToolCall("python", {"code": body}))
-        elif language == "json" and '"name"' in body:
-            calls.append(_from_json(body))
+        elif language == "json":
+            calls += _calls_of(body.strip(), tools)
     return calls
 
 
@@ -94,35 +106,86 @@ PARSERS: dict[str, Parser] = {
 }  # fmt: skip
 
 
-def spoken(text: str) -> str:
-    """The text after the model's thinking: what it only thinks of calling is not called."""
-    return text.rpartition(_THINKING_ENDS)[2]
+def _calls_of(text: str, tools: Described) -> Calls:
+    """The calls among the values of a text that is JSON; none where no value has both a name and arguments."""
+    values = _values(text, alone=False)
+    damaged = any(isinstance(value, ValueError) for value in values)
+    meant = any(
+        isinstance(value, dict) and isinstance(value.get("name"), str)
+        and (any(key in value for key in _ARGUMENTS) or (len(value) == 1 and value["name"] in _schemas(tools)))
+        for value in values
+    )
+    if damaged and '"name"' in text:
+        names = (f'"{name}"' for name in _schemas(tools))
+        meant = meant or any(word in text for word in (*(f'"{key}"' for key in _ARGUMENTS), *names))
+    return [_from_value(value) for value in values] if meant else []
 
 
-def _objects(text: str) -> list[str]:
-    """Consecutive JSON objects, with semicolons between them; a part that is no JSON is one piece to the end."""
-    parts, decoder = [], json.JSONDecoder()
+def _values(text: str, *, alone: bool) -> list[Any]:
+    """The JSON values of a text, those of lists one by one, with commas or semicolons between them.
+
+    An error stands for a part that is no JSON, up to the end; unless `alone`, other words may follow.
+    """
+    found: list[Any] = []
+    decoder, text = json.JSONDecoder(), text.strip()
     while text:
         try:
-            end = decoder.raw_decode(text)[1]
-        except ValueError:
-            return [*parts, text]
-        parts.append(text[:end])
-        rest = text[end:].lstrip("; \n")
-        if not rest.startswith("{"):
-            return parts
-        text = rest
-    return parts
+            value, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            return [*found, error if isinstance(error, ValueError) else ValueError("nested too deep")]
+        found += value if isinstance(value, list) else [value]
+        text = text[end:].lstrip("; ,\n")
+        if not alone and not text.startswith(("{", "[")):
+            break
+    return found
 
 
-def _from_json(body: str) -> ToolCall | BadCall:
-    try:
-        call = json.loads(body)
-    except ValueError as error:
-        return BadCall(f"the call is not JSON ({error}): {FORM}.")
+def _functions(text: str, tools: Described) -> Calls:
+    """All <function=name> with an object of arguments in it, or with <parameter=name>."""
+    calls: Calls = []
+    at = 0
+    while found := _FUNCTION.search(text, at):
+        name, at = found[1], found.end()
+        if _PARAMETER.match(text, at) or text[at:].lstrip().startswith(_FUNCTION_ENDS):
+            call, at = _from_parameters(name, text, at, _schemas(tools).get(name, {}))
+        else:
+            end = text.find(_FUNCTION_ENDS, at)
+            call, at = _from_arguments(name, text[at : end if end >= 0 else len(text)]), max(at, end)
+        calls.append(call)
+    return calls
+
+
+def _from_parameters(name: str, text: str, at: int, takes: Mapping[str, Any]) -> tuple[ToolCall | BadCall, int]:
+    """The call, and where the text goes on; a value is a text unless the tool takes something else."""
+    arguments: dict[str, Any] = {}
+    while found := _PARAMETER.match(text, at):
+        end = text.find(_PARAMETER_ENDS, found.end())
+        if end < 0:
+            problem = f"the argument {found[1]!r:.60} of {name} does not end: close it with {_PARAMETER_ENDS}."
+            return BadCall(problem), len(text)
+        told, value = takes.get(found[1]), text[found.end() : end].removesuffix("\n")
+        kind = told.get("type", "string") if isinstance(told, Mapping) else "string"
+        arguments[found[1]] = value if "string" in kind else json_or_text(value.strip())
+        at = end + len(_PARAMETER_ENDS)
+    rest = text[at:].lstrip()
+    if rest and not rest.startswith(_FUNCTION_ENDS):
+        return BadCall(f"after the arguments of {name} stands {rest!r:.40}: close it with {_FUNCTION_ENDS}."), at
+    return ToolCall(name, arguments), at
+
+
+def _schemas(tools: Described) -> dict[str, Mapping[str, Any]]:
+    """What each tool takes, by its name: JSON schemas of its arguments."""
+    told = [tool if isinstance(tool, Mapping) else schema(tool) for tool in tools]
+    functions = [one.get("function", one) for one in told]
+    return {str(one.get("name")): (one.get("parameters") or {}).get("properties") or {} for one in functions}
+
+
+def _from_value(call: Any) -> ToolCall | BadCall:
+    if isinstance(call, ValueError):
+        return BadCall(f"the call is not JSON ({call}): {FORM}.")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return BadCall(f"the call has no name: {FORM}.")
-    arguments = next((call[key] for key in ("arguments", "parameters") if key in call), {})
+    arguments = next((call[key] for key in _ARGUMENTS if key in call), {})
     return _from_arguments(call["name"], arguments)
 
 
@@ -130,7 +193,7 @@ def _from_arguments(name: str, arguments: Any) -> ToolCall | BadCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return BadCall(f"the arguments of {name} are not JSON ({error}).")
     if not isinstance(arguments, dict):
         return BadCall(f"the arguments of {name} are {arguments!r:.60}: give an object with their names.")

@@ -34,6 +34,9 @@ _REWRITTEN = [
 ]  # fmt: skip
 _REWRITTEN_RE = [(re.compile(pattern), new) for pattern, new in _REWRITTEN]
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_CHOICE = re.compile(r"(?:(?:[oO]ption|[cC]hoice)\s+)?\(?([A-J])(?:\)[.:]?|\.|:|(?=$))(.*)", re.DOTALL)
+_LETTER = re.compile(r"(?<![^\W_])(?:[B-HJ]|[AI](?! (?!and |or )[a-z]))(?![^\W_'’])")
+"""A capital that stands alone; not the words in A dog and I see."""
 _OPEN, _CLOSE = "([{", ")]}"
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix)\}(.*)\\end\{\1\}", re.DOTALL)
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
@@ -73,9 +76,12 @@ def words(text: str) -> str | None:
 
 
 def choice(text: str) -> str | None:
-    """The letter of a multiple choice, with or without what it stands for: C, (C), C. twelve; None if it is none."""
-    found = re.fullmatch(r"\(?([A-J])(?:\)|\.|:|\)\.|(?=$))(?:\s*[^A-J]*)", _TEXT.sub(r"\1", text).strip())
-    return found[1] if found else None
+    """The letter of a multiple choice, with or without what it stands for: C, (C), C. Twelve; None if it is none.
+
+    Two letters are two answers: A. or B. is none.
+    """
+    found = _CHOICE.fullmatch(_TEXT.sub(r"\1", text).strip())
+    return None if found is None or _LETTER.search(found[2]) else found[1]
 
 
 def without_choice(text: str) -> str:

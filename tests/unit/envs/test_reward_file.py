@@ -99,6 +99,9 @@ def test_options_are_parameters_of_the_function(score):
         ({"right": 1, "form": 0.5}, Step(1.5, parts={"right": 1.0, "form": 0.5})),
         ({"reward": 2, "form": 0.5}, Step(2.0, parts={"form": 0.5})),
         ({"score": 1, "form": 0.5}, Step(1.0, score=1.0, parts={"form": 0.5})),
+        ({"score": 1.0, "acc": True, "pred": "42"}, Step(1.0, score=1.0, parts={"acc": 1.0})),  # as in verl
+        ({"right": 1, "form": None}, Step(1.0, parts={"right": 1.0})),  # as in TRL: it does not apply
+        ({"reward": 2, "score": None, "seen": ["a", {}]}, Step(2.0)),
         ({"reward": 1.5, "score": 1}, Step(1.5, score=1.0)),
         (Step(3.0, score=1.0), Step(3.0, score=1.0)),
     ],
