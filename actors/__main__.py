@@ -19,7 +19,7 @@ from actors import EXIT_RESTART, EXIT_WRONG_RUN
 from streamrl import parent_watch
 from streamrl.commands import exit_at_once
 from streamrl.errors import ConfigError
-from streamrl.messages.printable import start_log
+from streamrl.messages.printable import printable_lines, start_log
 from streamrl.process_memory import uncollected
 from streamrl.version import __version__
 
@@ -92,7 +92,7 @@ def main() -> int:
         # Not asyncio.run: it would wait without limit for threads, and one may be stuck in a call to a device.
         exit_code = asyncio.new_event_loop().run_until_complete(work(endpoint, overrides))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(printable_lines(str(error)), file=sys.stderr)
         return 2
     if exit_code in (EXIT_WRONG_RUN, EXIT_RESTART):
         what = "another run" if exit_code == EXIT_WRONG_RUN else "the run with other settings"

@@ -18,7 +18,7 @@ from actors.engines.native.weight_sets import checkpoint_tensors
 from actors.engines.registry import build_engine
 from actors.render import Renderer, load_tokenizer
 from actors.settings import engine_spec, make_renderer
-from streamrl.config.load import load_config
+from streamrl.config.load import ALLOW, load_config, load_run_config
 from streamrl.config.schema import Config, SamplingConfig
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, StreamrlError
@@ -110,14 +110,14 @@ def run_of(source: str) -> Path | None:
     return folder if (folder / "config.yaml").exists() else None
 
 
-def find_model(source: str) -> LocalModel:
+def find_model(source: str, allow: Sequence[str] = ()) -> LocalModel:
     """The weights that a MODEL_OR_RUN names: a folder with config.json and weights, a run's exported model, or RUN@N
-    or RUN@best.
+    or RUN@best, for whose rebuilding the words `allow` hold.
 
     Raises ConfigError: neither, with what was found there instead.
     """
     if (named := named_version(source)) is not None:
-        return _saved_model(*named)
+        return _saved_model(*named, allow)
     folder, run = Path(source), run_of(source)
     model = folder / "model" if run is not None else folder
     if not folder.is_dir():
@@ -135,11 +135,11 @@ def find_model(source: str) -> LocalModel:
     return LocalModel(model)
 
 
-def _saved_model(run: Path, version: int) -> LocalModel:
+def _saved_model(run: Path, version: int, allow: Sequence[str]) -> LocalModel:
     """From a checkpoint if there is one of that version, else rebuilt from the run's log."""
     if version not in saved_versions(run):
         if segments(run):
-            return LocalModel(rebuilt(run, version))
+            return LocalModel(rebuilt(run, version, allow))
         raise ConfigError(
             f"{run} has no checkpoint of version {version}, and no log to rebuild it from: checkpoint.every_steps and "
             f"checkpoint.num_keep say which are kept{_saved(run)}"
@@ -159,10 +159,11 @@ def _saved(run: Path) -> str:
 
 def local_config(source: str, words: Sequence[str]) -> Config:
     """The settings of the run, if `source` is one, with `words` on top, and its model."""
-    model, run = find_model(source), run_of(source)
-    own = [str(run / "config.yaml")] if run is not None else []
+    allow = [word for word in words if word.startswith(ALLOW)]
+    model, run = find_model(source, allow), run_of(source)
     path = model.folder if model.version is None else f"{model.folder}@{model.version}"
-    return load_config([*own, *words, f"policy.model_path={path}", "policy.tiny.enabled=false"])
+    words = [*words, f"policy.model_path={path}", "policy.tiny.enabled=false"]
+    return load_config(words) if run is None else load_run_config(run, words)
 
 
 async def open_policy(config: Config, task: Task | None = None) -> LocalPolicy:

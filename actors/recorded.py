@@ -13,7 +13,6 @@ import copy
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from actors.render import load_tokenizer
 from actors.settings import episode_rules, make_renderer
 from actors.trajectory.rules import PromptTooLongError
 from envs.registry import task_of
-from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, exit_at_once, parsed, parser_of, status_of
-from streamrl.config.load import load_config
+from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, exit_at_once, parsed, parser_of, say, status_of
+from streamrl.config.load import load_run_config
 from streamrl.environment import HasSetUp, Task
 from streamrl.errors import ControlError, EngineError, WireError
 from streamrl.messages import TO_HUB, Group, Member, MemberStatus, Sampling, Turn, VersionRef
@@ -175,11 +174,11 @@ def batches_of(run_dir: Path, first: int, last: int | None) -> tuple[History, li
 
 async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: int | None, *, as_json: bool) -> int:
     """Print each batch and what differs in it; the exit status."""
-    out, say = (take_stdout(), lambda text: None) if as_json else (None, partial(print, flush=True))
+    out, tell = (take_stdout(), lambda text: None) if as_json else (None, say)
+    config = load_run_config(run_dir, words)
     history, batches = batches_of(run_dir, first, last)
-    config = load_config([str(run_dir / "config.yaml"), *words])
     task, total = task_of(config), Checked()
-    say(f"{run_dir}: the rewards of {len(batches)} batches, from version {batches[0].cut.version} on")
+    tell(f"{run_dir}: the rewards of {len(batches)} batches, from version {batches[0].cut.version} on")
     if isinstance(task, HasSetUp):
         await asyncio.to_thread(task.set_up)
     try:
@@ -194,14 +193,14 @@ async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: i
             found = await check.check(history.arrivals(one))
             total.add(found)
             for line in _lines(f"batch {number} of {len(batches)}  version {one.cut.version}", found):
-                say(printable(line))
+                tell(printable(line))
             if as_json:
                 print(json.dumps(asdict(found)), file=out, flush=True)
         await runner.close()
     finally:
         if isinstance(task, HasSetUp):
             task.tear_down()
-    say(f"{total.num_equal} of {total.num_equal + len(total.differing)} rewards equal" + (
+    tell(f"{total.num_equal} of {total.num_equal + len(total.differing)} rewards equal" + (
         f"; {len(total.unchecked)} answers cannot be checked" if total.unchecked else ""
     ))
     return DIFFERS if total.differing else NOT_COMPARABLE if total.unchecked else EQUAL

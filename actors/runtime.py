@@ -44,6 +44,7 @@ from streamrl.config.load import from_plain, to_plain
 from streamrl.config.rules import eval_sampling
 from streamrl.config.schema import ActorsConfig
 from streamrl.environment import HasSetUp
+from streamrl.errors import ConfigError
 from streamrl.messages import (
     ANSWERED_STEPS,
     HUNG_CALLS,
@@ -176,7 +177,21 @@ class RuntimeHandle:
 
 def has_processes(welcome: Welcome, overrides: Sequence[str]) -> bool:
     """Whether the engine of these settings may start processes; the native one starts none."""
-    return from_plain(json.loads(welcome.task), list(overrides)).actors.engine != "native"
+    try:
+        return from_plain(_told(welcome), list(overrides)).actors.engine != "native"
+    except ConfigError:  # nothing is built then, which says why
+        return False
+
+
+def _told(welcome: Welcome) -> dict[str, Any]:
+    """The hub's settings. Raises ConfigError: they cannot be read."""
+    try:
+        told = json.loads(welcome.task)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the hub's settings cannot be read, take the release that it has: {error}") from error
+    if not isinstance(told, dict):
+        raise ConfigError("the hub's settings are no mapping of sections: take the release that it has")
+    return told
 
 
 def weight_source(
@@ -202,7 +217,7 @@ def build_runtime(
         source.pull_token, source.limits = latest.pull_token, latest.limits
 
     set_welcome(welcome)
-    told = json.loads(welcome.task)
+    told = _told(welcome)
     refuse_references(told)
     config = from_plain(told, list(overrides))
     check_allowed(to_plain(config), to_plain(local_settings(overrides)))  # before anything is imported by its name

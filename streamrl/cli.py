@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -108,20 +109,15 @@ def main() -> int:
     """Entry point of the console script."""
     start_log("launch", level="INFO", handler=CurrentStderr())
     command, *words = sys.argv[1:] or [""]
-    commands = {
-        "launch": launch, "settings": settings, "report": report, "samples": samples, "join": join, "replay": replay,
-        **{name: partial(_become, module) for name, module in PROGRAMS.items()},
-        **{name: partial(_call, module, name) for name, module in MODULES.items()},
-        **{name: partial(supervised, name) for name in ("sft", "dpo", "train-reward-model")},
-    }
     if command in ("-h", "--help", "help", ""):
         print(USAGE)
         return 0 if command else 2
     if command in ("-V", "--version", "version"):
         print(__version__)
         return 0
-    if command not in commands:
-        near = get_close_matches(command, commands, n=1)
+    known = commands()
+    if command not in known:
+        near = get_close_matches(command, known, n=1)
         hint = f" Did you mean `streamrl {near[0]}`?" if near else ""
         print(f"{USAGE}\nUnknown command `{command}`.{hint}", file=sys.stderr)
         return 2
@@ -129,7 +125,17 @@ def main() -> int:
         print(HELP[command])
         return 0
     # Ctrl-C arrives here while settings are checked; a run that has started handles it by itself.
-    return status_of(partial(commands[command], words), interrupted="")
+    return status_of(partial(known[command], words), interrupted="")
+
+
+def commands() -> dict[str, Callable[[list[str]], int]]:
+    """Command -> what it does with its words."""
+    return {
+        "launch": launch, "settings": settings, "report": report, "samples": samples, "join": join, "replay": replay,
+        **{name: partial(_become, module) for name, module in PROGRAMS.items()},
+        **{name: partial(_call, module, name) for name, module in MODULES.items()},
+        **{name: partial(supervised, name) for name in ("sft", "dpo", "train-reward-model")},
+    }
 
 
 def launch(overrides: list[str]) -> int:

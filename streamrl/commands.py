@@ -62,6 +62,11 @@ def status_of(command: Callable[[], int], *, interrupted: str = "stopped") -> in
         return INTERRUPTED
 
 
+def say(text: object, *, error: bool = False) -> None:
+    """Print a line, or lines, of a command: a text of a run's author in it does not steer the terminal."""
+    print(printable_lines(str(text)), file=sys.stderr if error else None, flush=True)
+
+
 def exit_at_once(code: int) -> NoReturn:
     """End this process now: a thread that waits or hangs in somebody's code must not hold it."""
     logging.shutdown()

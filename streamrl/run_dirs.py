@@ -18,6 +18,7 @@ from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, RunLockedError, RunNotFoundError, one_sentence
 from streamrl.metrics.files import read_object, write_atomic
 from streamrl.metrics.run_record import FAILURE, starts_of
+from streamrl.named_code import sign
 from streamrl.version import __version__
 
 RUNS = Path("runs")
@@ -139,6 +140,7 @@ def note_start(run_dir: Path, command: Sequence[str]) -> None:
     }
     starts = [*starts_of(run_dir), started]
     write_atomic(path, json.dumps({"starts": starts}, indent=1) + "\n")
+    sign(path)
     status = read_object(run_dir / "status.json")
     if status.get("state") == "finished":
         write_atomic(run_dir / "status.json", json.dumps({**status, "state": "starting"}))

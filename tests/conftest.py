@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,14 @@ import pytest
 from tests.slow import is_slow
 
 TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_state() -> Iterator[None]:
+    """What this user's programs keep in the home directory, as the key that signs runs, lies elsewhere in tests."""
+    with tempfile.TemporaryDirectory(prefix="streamrl-state-") as folder:
+        os.environ["XDG_STATE_HOME"] = folder
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -30,6 +30,7 @@ from streamrl.metrics.samples import Sample
 from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, TrackedRun
 from streamrl.metrics.summary import Summary, summarize
 from streamrl.metrics.trackers.registry import open_trackers
+from streamrl.named_code import sign
 from streamrl.report.report import write_report
 
 log = logging.getLogger("streamrl.learner")
@@ -61,6 +62,7 @@ class Recorder:
         self._waiting: dict[str, float] = {}
         self._newest: list[Sample] = []
         write_atomic(run_dir / "config.yaml", to_yaml(config))
+        sign(run_dir / "config.yaml")
         self._hub_counts = HubCounts(counters)
         self._archive = _archive(config.objectives, run_dir)
         sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step), ConsoleSink(config.trainer.num_steps)]

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from functools import partial
 
 from learner.replay.opened import OpenedRun, join_ranks, open_run
 from learner.replay.without import group_ids, require_groups
-from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, parsed, parser_of, status_of
+from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, parsed, parser_of, say, status_of
 from streamrl.run_dirs import find_run_dir
 
 
@@ -30,20 +29,20 @@ def main() -> int:
         "--rewards", action="store_true", help="train nothing: run the reward function again on the recorded answers"
     )
     given = parsed(parser)
-    join_ranks(given.run, "learner.replay")
+    join_ranks(given.run, "learner.replay", given.words)
     run = open_run(given.run, given.words, at_most=given.first)
     return replay(run, last=given.last, without=given.without)
 
 
 def replay(run: OpenedRun, *, last: int | None, without: frozenset[int] = frozenset()) -> int:
     """Print, on rank 0, each version and how it compares; the exit status."""
-    say = partial(print, flush=True) if run.ranks.rank == 0 else lambda text: None
+    tell = say if run.ranks.rank == 0 else lambda text: None
     begin, batches = run.version, run.batches(upto=last)
     require_groups(batches, without)
     other = run.other_environment()
-    say(f"{run.run_dir}: {len(batches)} batches from version {begin} on")
+    tell(f"{run.run_dir}: {len(batches)} batches from version {begin} on")
     for line in other:
-        say(f"  not as it was: {line}")
+        tell(f"  not as it was: {line}")
     counts: Counter[str] = Counter()
     first_difference = ""
     for number, one in enumerate(run.train(upto=last, without=without), start=1):
@@ -52,17 +51,17 @@ def replay(run: OpenedRun, *, last: int | None, without: frozenset[int] = frozen
         texts = [text for text in one.versions.values() if text]
         first_difference = first_difference or next(iter(texts), "")
         said = texts[0] if texts else "equal" if one.versions else "was not published"
-        say(f"  batch {number} of {len(batches)}  version {one.version}  {said}")
-    say(f"{counts['equal']} of {counts['compared']} versions equal")
+        tell(f"  batch {number} of {len(batches)}  version {one.version}  {said}")
+    tell(f"{counts['equal']} of {counts['compared']} versions equal")
     if not first_difference:
         return EQUAL
     if without:
-        say(f"{first_difference}, the first after a batch that lacks a group")
+        tell(f"{first_difference}, the first after a batch that lacks a group")
         return EQUAL
     if other:
-        say(f"not comparable: {first_difference}, and {'; '.join(other)}")
+        tell(f"not comparable: {first_difference}, and {'; '.join(other)}")
         return NOT_COMPARABLE
-    say(f"differs: {first_difference}")
+    tell(f"differs: {first_difference}")
     return DIFFERS
 
 

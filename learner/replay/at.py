@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import sys
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from transformers.utils.logging import disable_progress_bar
 from learner.replay.opened import OpenedRun, join_ranks, open_run
 from learner.replay.without import group_ids, require_groups
 from learner.setup.trainer import save_policy
-from streamrl.commands import status_of
+from streamrl.commands import say, status_of
 from streamrl.errors import ControlError
 from streamrl.messages.printable import start_log
+from streamrl.metrics.files import read_object
 from streamrl.stream.rebuilt import FOLDER, NOTE, cached, named_version, starts_of
 
 
@@ -35,13 +36,20 @@ def main() -> int:
         "--without", type=group_ids, default=frozenset(), metavar="GROUP[,GROUP]",
         help="what it would be without these groups; needs --out",
     )
-    given = parser.parse_args()
+    parser.add_argument(
+        "allow", nargs="*", metavar="actors.allow=[NAME]", help="code that a run of somebody else may use"
+    )
+    given = parser.parse_intermixed_args()
+    if odd := [word for word in given.allow if not word.startswith("actors.allow=")]:
+        parser.error(f"{odd[0]}: a version is rebuilt with the run's own settings; actors.allow= alone may be given")
     start_log("at", level="WARNING")
     disable_progress_bar()
-    return at(given.version, given.out, given.without)
+    return at(given.version, given.out, given.without, given.allow)
 
 
-def at(name: str, out: Path | None = None, without: frozenset[int] = frozenset()) -> int:
+def at(
+    name: str, out: Path | None = None, without: frozenset[int] = frozenset(), allow: Sequence[str] = ()
+) -> int:
     """Rebuild a version and print where it lies; the exit status."""
     found = named_version(name)
     if found is None:
@@ -50,16 +58,16 @@ def at(name: str, out: Path | None = None, without: frozenset[int] = frozenset()
     if out is not None and out.exists():
         raise ControlError(f"--out {out} exists: give a folder that does not")
     if out is None and (known := cached(run_dir, version)) is not None:
-        print(f"{known}: {json.loads((known / NOTE).read_text())['compared']}")
+        say(f"{known}: {read_object(known / NOTE).get('compared')}")
         return 0
     if out is None and without:
         raise ControlError("--without makes another model than the run's: say with --out where it is to lie")
-    join_ranks(run_dir, "learner.replay.at")
+    join_ranks(run_dir, "learner.replay.at", allow)
     folder = out or run_dir / FOLDER / str(version)
-    run = open_run(run_dir, at_most=version)
+    run = open_run(run_dir, allow, at_most=version)
     compared = rebuild(run, version, folder, without)
     if run.ranks.rank == 0:
-        print(f"{folder}: {compared}")
+        say(f"{folder}: {compared}")
     return 0
 
 
@@ -68,16 +76,16 @@ def rebuild(run: OpenedRun, version: int, folder: Path, without: frozenset[int] 
 
     Raises ControlError: the log does not lead to it.
     """
-    say = partial(print, flush=True) if run.ranks.rank == 0 else lambda text: None
+    tell = say if run.ranks.rank == 0 else lambda text: None
     starts, batches, steps = starts_of(run.run_dir), run.batches(upto=version), run.trainer.settings.steps_per_batch
     reached = max((one.cut.version + steps for one in run.batches()), default=run.version)
     if version % steps or version > reached:
         every = f", in steps of {steps}, the optimizer steps of a batch" if steps > 1 else ""
         raise ControlError(f"{run.run_dir} has no version {version}: its log leads to version {reached}{every}")
     require_groups(batches, without)
-    say(f"{run.run_dir}: {len(batches)} batches from version {run.version} to {version}")
+    tell(f"{run.run_dir}: {len(batches)} batches from version {run.version} to {version}")
     for number, one in enumerate(run.train(upto=version, compare=False, without=without), start=1):
-        say(f"  batch {number} of {len(batches)}  version {one.version}")
+        tell(f"  batch {number} of {len(batches)}  version {one.version}")
     if run.version != version:
         raise ControlError(f"the log of {run.run_dir} leads to version {run.version} only, not to {version}")
     compared = f"trained without groups {', '.join(map(str, sorted(without)))}" if without else _compared(run)

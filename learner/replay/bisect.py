@@ -11,12 +11,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from learner.replay.opened import OpenedRun, open_run
 from learner.setup.trainer import save_policy
-from streamrl.commands import parsed, parser_of, status_of
-from streamrl.config.load import load_config
+from streamrl.commands import parsed, parser_of, say, status_of
+from streamrl.config.load import load_run_config
 from streamrl.errors import ControlError
 from streamrl.parent_watch import program
 from streamrl.run_dirs import find_run_dir
@@ -108,7 +109,7 @@ def bisect(given: argparse.Namespace, folder: Path) -> int:
     words = [*given.words]
     if given.num_prompts is not None:
         words.append(f"eval.num_samples={given.num_prompts}")
-    dataset = given.eval if given.eval in load_config([str(given.run / "config.yaml"), *words]).eval.datasets else ""
+    dataset = given.eval if given.eval in load_run_config(given.run, words).eval.datasets else ""
     task = [] if given.eval == dataset else [
         f"env.name={given.eval}", "env.path=null", "env.options={}", "data.path=null", "reward.type=null"
     ]
@@ -117,7 +118,7 @@ def bisect(given: argparse.Namespace, folder: Path) -> int:
         return evaluated(model, [str((given.run / "config.yaml").resolve()), *words, *task], dataset)
 
     search = Search(
-        given.run, given.words, score, given.drop, folder, lambda text: print(text, file=sys.stderr, flush=True)
+        given.run, given.words, score, given.drop, folder, partial(say, error=True)
     )
     bad = last_version(given.run) if given.bad is None else given.bad
     if given.good >= bad:

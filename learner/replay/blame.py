@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -25,7 +26,7 @@ from learner.objective.scoring_pass import score_batch
 from learner.objective.statistics.step import StepStatistics
 from learner.replay.opened import OpenedRun, open_run
 from learner.trainer import Trainer, forward_backward
-from streamrl.commands import parsed, parser_of, status_of
+from streamrl.commands import parsed, parser_of, say, status_of
 from streamrl.errors import ControlError
 from streamrl.run_dirs import find_run_dir
 
@@ -68,8 +69,8 @@ def main() -> int:
     if between is None or int(between[1]) >= int(between[2]):
         parser.error(f"{given.versions}: expected two versions, the smaller one first, as 137..141")
     first, last = int(between[1]), int(between[2])
-    found = blame(given.run, first, last, given.words, lambda text: print(text, file=sys.stderr, flush=True))
-    print("\n".join(tables(found, given.top)))
+    found = blame(given.run, first, last, given.words, partial(say, error=True))
+    say("\n".join(tables(found, given.top)))
     return 0
 
 

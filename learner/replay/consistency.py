@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from learner.data.trajectories import TrajectoryReader
-from streamrl.config.load import from_plain, load_config, to_plain
+from streamrl.config.load import from_plain, run_settings, to_plain
 from streamrl.config.rules import steps_per_batch
 from streamrl.config.settings_file import leaves
 from streamrl.errors import WireError
@@ -60,7 +60,7 @@ def compare_records(run_dir: Path) -> Compared:
     """Compare all parts with each other. Raises LogError: the log is damaged."""
     found = Compared([])
     history = History.read(run_dir)
-    config = load_config([str(run_dir / "config.yaml")])
+    config = run_settings(run_dir)
     _settings(found, run_dir, history, to_plain(config))
     for version, manifest in history.published.items():
         root = root_of(manifest.layout_digest, manifest.ref, manifest.digest_kind, manifest.digests)

@@ -31,7 +31,7 @@ from learner.setup.publishing import published_parameters
 from learner.setup.trainer import load_trainer, make_staleness
 from learner.sources.log import LogSource
 from learner.trainer import Trainer
-from streamrl.config.load import load_config
+from streamrl.config.load import load_run_config
 from streamrl.config.schema import Config
 from streamrl.errors import ControlError
 from streamrl.parent_watch import program
@@ -147,8 +147,8 @@ def open_run(
         ControlError: it has no log, or none that reaches back to a version that is there.
         LogError: its log is damaged.
     """
+    config = config or load_run_config(run_dir, words)
     history = History.read(run_dir)
-    config = config or load_config([str(run_dir / "config.yaml"), *words])
     ranks = ranks or start_ranks(config.run, config.learner)
     torch.manual_seed(config.run.seed)
     prepare_inputs(config, ranks.device)
@@ -179,15 +179,17 @@ def _begin(run_dir: Path, history: History, at_most: int) -> Checkpoint | None:
     return checkpoint
 
 
-def join_ranks(run_dir: Path, module: str) -> None:
+def join_ranks(run_dir: Path, module: str, words: Sequence[str]) -> None:
     """This process becomes the ranks of the run, each of which runs the module again, unless it is one already.
 
-    As many as the run had: sums over ranks have another order for another number.
+    As many as the run had: sums over ranks have another order for another number. Raises ConfigError: the run's
+    settings cannot be used with these words, which one process says better than several.
     """
+    load_run_config(run_dir, words)
     records = read_records(run_dir, complete_from=ANYWHERE) if run_dir.is_dir() else ()
     starts = [body for _, body in records if isinstance(body, RunStarted)]
-    num = int(starts[-1].environment.get("ranks", "1")) if starts else 1
-    if num > 1 and "RANK" not in os.environ:
+    noted = starts[-1].environment.get("ranks", "1") if starts else "1"
+    if (num := int(noted) if noted.isdecimal() else 1) > 1 and "RANK" not in os.environ:
         command = [
             *program("torch.distributed.run"), f"--nproc_per_node={num}", "--standalone", "-m", module, *sys.argv[1:],
         ]

@@ -23,7 +23,6 @@ from streamrl.stream.history import History
 
 GROUPS_PER_BATCH = 8
 """So many groups are scored for each batch that is trained again."""
-LISTED = 5
 
 
 @dataclass

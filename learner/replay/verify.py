@@ -13,20 +13,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from learner.replay.consistency import compare_records
-from learner.replay.retraining import LISTED, Findings, Retraining
 from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, status_of
-from streamrl.errors import ControlError, WireError
-from streamrl.messages.printable import printable_lines, start_log
+from streamrl.config.load import load_run_config
+from streamrl.errors import ConfigError, ControlError, WireError
+from streamrl.messages.printable import printable, printable_lines, start_log
 from streamrl.parent_watch import program
-from streamrl.stream.archive import BundleError, sha256_of, unpack
+from streamrl.stream.archive import BundleError, require_bundle, sha256_of, unpack
 from streamrl.stream.history import History
 from streamrl.stream.records import LogError
 
+if TYPE_CHECKING:  # torch is imported once the words and the file are known to be good
+    from learner.replay.retraining import Findings, Retraining
+
 LEVELS = ("hash", "reward", "step", "loss", "draw")
 TELL_S = 5.0
+LISTED = 5
+"""Disagreements of a level that are printed."""
 EPILOG = """levels:
   hash    every byte against the manifest; log, versions, metrics, evaluations and summary against each other
   reward  the task's reward of every recorded answer, computed again
@@ -58,14 +62,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, metavar="S", help="of what is chosen; by default a new one")
     parser.add_argument("--digest", default="", metavar="HEX", help="that `streamrl bundle` printed")
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings that replace the run's own, as "
-                        "env.path=task.py where the file is here")
-    given = parser.parse_args()
+                        "env.path=task.py where the file is here, and code that it may use, as actors.allow=[NAME]")
+    given = parser.parse_intermixed_args()
     levels = LEVELS if given.level == "all" else tuple(given.level.split(","))
     if unknown := [name for name in levels if name not in LEVELS]:
         parser.error(f"--level {unknown[0]}: choose from {', '.join(LEVELS)}, all")
     if given.num < 1:
         parser.error(f"--num {given.num}: at least 1")
     start_log("verify", level="WARNING")
+    require_bundle(given.bundle)
     with tempfile.TemporaryDirectory(prefix="streamrl-verify-") as folder:
         seed = secrets.randbits(32) if given.seed is None else given.seed
         return verify(given.bundle, Path(folder), levels, given.words, num=given.num, seed=seed,
@@ -75,19 +80,24 @@ def main() -> int:
 def verify(
     path: Path, folder: Path, levels: Sequence[str], words: Sequence[str], *, num: int, seed: int, digest: str = ""
 ) -> int:
-    """Unpack a bundle into an empty folder, check it at each level, print what was found; the exit status."""
+    """Unpack a bundle into an empty folder, check it at each level, print what was found; the exit status.
+
+    Raises ConfigError: a level would use code, secrets or addresses that the bundle names and the words do not.
+    """
     try:
         manifest, found = unpack(path, folder)
     except BundleError as error:
         return _told("hash", Outcome(DIFFERS, str(error)))
-    print(f"{path}: run {manifest.get('run_id')}, sha256 of its manifest {found}", flush=True)
+    print(printable(f"{path}: run {manifest.get('run_id')}, sha256 of its manifest {found}"), flush=True)
     if digest and digest != found:
         return _told("hash", Outcome(DIFFERS, f"its manifest has not the digest that was given, {digest}"))
     statuses = [_told("hash", _hash(folder, manifest))] if "hash" in levels else []
     if max(statuses, default=EQUAL) == DIFFERS:
         print("the other levels are not checked: they would be about records that contradict each other")
         return DIFFERS
-    words = [*_words(folder, words, manifest), *words]
+    if {*levels} - {"hash"}:
+        words = [*_words(folder, words, manifest), *words]
+        load_run_config(folder, words)
     if "reward" in levels:
         statuses.append(_told("reward", _rewards(folder, words)))
     if {"step", "loss", "draw"} & set(levels):
@@ -97,7 +107,7 @@ def verify(
 
 def _told(level: str, outcome: Outcome) -> int:
     said = {EQUAL: "agrees", DIFFERS: "DISAGREES", NOT_COMPARABLE: "not checked"}[outcome.status]
-    print(f"{level:<8}{said}: {outcome.text}")
+    print(f"{level:<8}{said}: {printable_lines(outcome.text)}")
     for line in outcome.listed[:LISTED]:
         print(f"          {printable_lines(line)}")
     if len(outcome.listed) > LISTED:
@@ -107,11 +117,15 @@ def _told(level: str, outcome: Outcome) -> int:
 
 
 def _hash(folder: Path, manifest: dict[str, Any]) -> Outcome:
+    from learner.replay.consistency import compare_records
+
     try:
         found = compare_records(folder)
     except (LogError, WireError) as error:
         return Outcome(DIFFERS, str(error))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # of edited files
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:  # of edited files
         return Outcome(DIFFERS, f"a record is not as streamrl writes it ({type(error).__name__}: {error})")
     did = (
         f"{len(manifest['files'])} files, {found.num_versions} versions, {found.num_rewards} trajectories, "
@@ -128,7 +142,10 @@ def _words(folder: Path, words: Sequence[str], manifest: dict[str, Any]) -> list
     if (folder / "start_model").is_dir() and not any(word.startswith("policy.model_path=") for word in words):
         made.append(f"policy.model_path={folder / 'start_model'}")
     given = dict(word.split("=", 1) for word in words if "=" in word)
-    for setting, entry in manifest.get("inputs", {}).items():
+    inputs = manifest.get("inputs", {})
+    for setting, entry in inputs.items() if isinstance(inputs, dict) else ():
+        if not isinstance(entry, dict) or not {type(entry.get(key)) for key in ("path", "sha256")} <= {str}:
+            raise ControlError(f"the manifest has no file and digest for {setting!r}: take the bundle as published")
         path = Path(given.get(setting, entry["path"]))
         if not path.is_file():
             raise ControlError(
@@ -174,6 +191,8 @@ def _rewards(folder: Path, words: Sequence[str]) -> Outcome:
 
 def _trained_again(folder: Path, levels: Sequence[str], words: list[str], *, num: int, seed: int) -> list[int]:
     """The levels that need weights share one replay."""
+    from learner.replay.retraining import Retraining
+
     again = Retraining(folder, words, _Progress("replay"))
     try:
         again.check(num, Random(seed), steps="step" in levels, answers=bool({"loss", "draw"} & set(levels)))

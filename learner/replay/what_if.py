@@ -6,7 +6,7 @@ import gc
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from copy import deepcopy
 from pathlib import Path
 
 import yaml
@@ -15,8 +15,8 @@ from learner.control.staleness import ESS
 from learner.loop.retrain import Retrained
 from learner.replay.opened import OpenedRun, join_ranks, open_run
 from streamrl.algorithms import SURROGATES
-from streamrl.commands import parsed, parser_of, status_of
-from streamrl.config.load import CONFIGS, load_config
+from streamrl.commands import parsed, parser_of, say, status_of
+from streamrl.config.load import ALLOW, CONFIGS, load_config, load_run_config
 from streamrl.config.schema import Config
 from streamrl.config.settings_file import as_words, leaves
 from streamrl.errors import ConfigError
@@ -42,7 +42,7 @@ def main() -> int:
     )
     given = parsed(parser, words="settings of every fork but the reference")
     configs = arms(given.run, given.words)
-    join_ranks(given.run, "learner.replay.what_if")
+    join_ranks(given.run, "learner.replay.what_if", [one for one in given.words if one.startswith(ALLOW)])
     return what_if(given.run, configs, given.first, given.last)
 
 
@@ -51,6 +51,8 @@ def arms(run_dir: Path, words: Sequence[str]) -> dict[str, Config]:
 
     Raises ConfigError: nothing is changed, or something that the recorded stream depends on.
     """
+    allow = [word for word in words if word.startswith(ALLOW)]
+    words = [word for word in words if word not in allow]
     for word in words:
         if word.lstrip("+~").startswith(OF_STREAM):
             raise ConfigError(
@@ -62,7 +64,7 @@ def arms(run_dir: Path, words: Sequence[str]) -> dict[str, Config]:
     if not names and not more:
         raise ConfigError("no setting is changed: give algorithm=NAME,NAME or others, as policy.optimizer.lr=1e-6")
     path = run_dir / "config.yaml"
-    made = {OWN: load_config([str(path)])}
+    made = {OWN: load_run_config(run_dir, allow)}  # what the run names is allowed, or none of it is read
     for name in names or [""]:
         label = " ".join([*([name] if name else []), *more])
         made[label] = load_config([*_of_algorithm(path, name), *more])
@@ -90,24 +92,24 @@ def _of_algorithm(path: Path, name: str) -> list[str]:
 
 def what_if(run_dir: Path, configs: dict[str, Config], first: int, last: int | None) -> int:
     """Train every fork, print the table, write the page; the exit status."""
-    run = open_run(run_dir, at_most=first)
+    run = open_run(run_dir, config=deepcopy(configs[OWN]), at_most=first)
     ranks = run.ranks
-    say = partial(print, flush=True) if ranks.rank == 0 else lambda text: None
+    tell = say if ranks.rank == 0 else lambda text: None
     if run.version < first:
-        say(f"{run_dir}: training from version {run.version} to {first} as the run did")
+        tell(f"{run_dir}: training from version {run.version} to {first} as the run did")
     for one in run.train(upto=first, compare=False):
-        say(f"  version {one.version} of {first}")
+        tell(f"  version {one.version} of {first}")
     first, folder, forks = run.version, run_dir / ".what-if", []
     try:
         begin = run.save(folder)
         del run
         for name, config in configs.items():
-            say(f"{name}, from version {first} on")
+            tell(f"{name}, from version {first} on")
             opened = open_run(run_dir, config=config, begin=begin, ranks=ranks)
-            forks.append(fork := _fork(name, opened, last, say))
+            forks.append(fork := _fork(name, opened, last, tell))
             del opened  # before the next one's networks are made
             gc.collect()
-            say(f"  {fork.ended}" if fork.ended else f"  {len(fork.points)} batches")
+            tell(f"  {fork.ended}" if fork.ended else f"  {len(fork.points)} batches")
     finally:
         ranks.barrier()
         if ranks.rank == 0:
@@ -115,11 +117,11 @@ def what_if(run_dir: Path, configs: dict[str, Config], first: int, last: int | N
     if ranks.rank == 0:
         out = run_dir / "what_if.html"
         write_atomic(out, what_if_page(run_dir.resolve().name, first, forks))
-        say(f"\n{text_table(forks)}\n\nAll train on the same batches: no fork can be evaluated. Charts: {out}")
+        tell(f"\n{text_table(forks)}\n\nAll train on the same batches: no fork can be evaluated. Charts: {out}")
     return 0
 
 
-def _fork(name: str, run: OpenedRun, last: int | None, say: Callable[[str], None]) -> Fork:
+def _fork(name: str, run: OpenedRun, last: int | None, tell: Callable[[str], None]) -> Fork:
     """Train to the end of the log, or of the evidence."""
     fork = Fork(name)
     num = len(run.batches(upto=last))
@@ -128,7 +130,7 @@ def _fork(name: str, run: OpenedRun, last: int | None, say: Callable[[str], None
         fork.points.append(point)
         fork.num_compared += len(one.versions)
         fork.num_equal += sum(not text for text in one.versions.values())
-        say(
+        tell(
             f"  batch {len(fork.points)} of {num}  version {one.version}  loss {compact(point.loss)}  "
             f"gradient norm {compact(point.grad_norm)}  ESS {compact(point.ess)}"
         )

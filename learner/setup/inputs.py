@@ -38,7 +38,7 @@ def prepare_inputs(config: Config, device: torch.device) -> None:
         setattr(config.data, key, absolute(getattr(config.data, key)))
     config.data.chat_template = template_text(config.data.chat_template)  # actors may have no such file
     config.eval.datasets = {name: _absolute_set(given) for name, given in config.eval.datasets.items()}
-    find_models(models_of(config), log.info)
+    find_models(models_of(config), log.info, allow=config.actors.allow)
     check_settings(config, device)
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from envs.data.hub import hub_answers
 from streamrl.errors import ConfigError
+from streamrl.named_code import allow_words
 from streamrl.stream.rebuilt import named_version, rebuilt
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """What a checkpoint of ours may hold; a repository often has the weights a second time in other formats."""
 
 
-def find_models(sections: Mapping[str, Any], notify: Callable[[str], None]) -> None:
+def find_models(
+    sections: Mapping[str, Any], notify: Callable[[str], None], *, allow: Iterable[str] = ()
+) -> None:
     """Replace names of models of the hub, and versions of runs (RUN@N), by folders.
 
     Args:
         sections: that name a model, by the setting in which each does.
+        allow: names of code that the run of a RUN@N may use.
     Raises:
         ConfigError: with the command that fetches one.
     """
@@ -26,7 +30,7 @@ def find_models(sections: Mapping[str, Any], notify: Callable[[str], None]) -> N
         key = setting.rpartition(".")[2]
         path = getattr(section, key)
         if path is not None and (named := named_version(path)) is not None:
-            setattr(section, key, str(rebuilt(*named).resolve()))
+            setattr(section, key, str(rebuilt(*named, allow_words(allow)).resolve()))
         elif path is not None and is_hub_name(path):
             setattr(section, key, _folder(path, setting, notify))
 

@@ -231,7 +231,7 @@ def check_port(address: str, setting: str) -> None:
 
 def check_models(config: Config, notify: Callable[[str], None]) -> None:
     """Find every model that the settings name. Raises ConfigError."""
-    find_models(models_of(config), notify)
+    find_models(models_of(config), notify, allow=config.actors.allow)
     paths = {"reference.model_path": config.reference.model_path, "critic.model_path": config.critic.model_path}
     if not config.policy.tiny.enabled:
         paths["policy.model_path"] = config.policy.model_path

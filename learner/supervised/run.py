@@ -235,7 +235,8 @@ def build_run(config: Config, kind: str, run_dir: Path, stop: StopFlag, ranks: R
     if kind == "train-reward-model" and config.policy.lora.rank is not None:
         raise ConfigError("policy.lora.rank trains an adapter of a policy: leave it out for a reward model")
     config.data.chat_template = template_text(config.data.chat_template)
-    find_models({"policy.model_path": config.policy, "reference.model_path": config.reference}, log.info)
+    models = {"policy.model_path": config.policy, "reference.model_path": config.reference}
+    find_models(models, log.info, allow=config.actors.allow)
     model_dir, data = Path(config.policy.model_path), config.data
     dataset = open_dataset(data, shape_of(data, pairs=kind != "sft"))
     log.info("data: %s", dataset)

@@ -56,6 +56,7 @@ from streamrl.config.wording import (
     type_name,
 )
 from streamrl.errors import ConfigError
+from streamrl.named_code import check_stored, is_of_a_run, is_own, refuse_references
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 """Found by its path: in a user's script a folder `configs` of the user's comes first on the import path."""
@@ -64,6 +65,7 @@ GROUPS = ("experiment", "algorithm")
 """Config groups under configs/: `experiment=quickstart` picks configs/experiment/quickstart.yaml."""
 PATHS = ("data.path", "data.test_path")
 """Settings of several types, of which a scalar is a path."""
+ALLOW = "actors.allow="
 FORM = ("apply_chat_template", "system_prompt", "chat_template")
 """Of `data`: how a prompt reads, which fits the task that an experiment set it for."""
 
@@ -82,9 +84,54 @@ def load_config(overrides: Sequence[str] = (), *, notify: Callable[[str], None] 
     `notify` gets a sentence on what was left out of the experiment because the overrides name another task, and on
     what the experiment sets in place of the recipe that they name.
 
-    Raises ConfigError: an unknown key (with the nearest valid one), a value of the wrong type, or a broken rule.
+    Raises ConfigError: an unknown key (with the nearest valid one), a value of the wrong type, a broken rule, or a
+    name in a run's settings that the overrides do not allow.
     """
-    overrides = read_files(overrides)
+    return _loaded(read_files(overrides), notify)
+
+
+def load_run_config(run_dir: str | Path, words: Sequence[str] = ()) -> Config:
+    """The settings in a run directory, or in an unpacked bundle, with `words` of the command line on top.
+
+    Raises ConfigError: what `load_config` does. It is not asked whether the directory looks like that of a run, which
+    its author decides.
+    """
+    file = Path(run_dir) / "config.yaml"
+    return _loaded(read_files([str(file), *words], stored=file), lambda _: None)
+
+
+def run_settings(run_dir: str | Path) -> Config:
+    """The settings in a run directory as data, to be compared or listed: nothing that they name may be made of them.
+
+    Raises ConfigError: they cannot be read.
+    """
+    file = Path(run_dir) / "config.yaml"
+    words = read_files([str(file)], stored=file, as_data=True)
+    return _loaded(words, lambda _: None, whole=False)
+
+
+def check_words(stored: Sequence[str], typed: Sequence[str], whose: str) -> None:
+    """Raise ConfigError for words of a run's own command that this one's words do not allow, as of `streamrl resume`.
+
+    A settings file among them counts as the run's, wherever it lies.
+    """
+    told = [one for word in stored for one in (_of_file(word, ()) if is_file(word) else [word])]
+    _check_told(told, whose)
+    check_stored(map(_nested, told), map(_nested, typed), whose)
+
+
+def _check_told(words: Sequence[str], whose: str) -> None:
+    """Raise ConfigError for words of others that are no settings, or that refer to what this machine knows."""
+    if (odd := next((word for word in words if word.lstrip("+~").startswith(("-", "hydra"))), None)) is not None:
+        raise ConfigError(
+            f"{whose} is not signed as a run of yours, and {odd!r} there is no setting of a run: give the command "
+            "yourself, with run.dir=DIRECTORY checkpoint.resume=true"
+        )
+    refuse_references(words, whose=f"the settings in {whose}")
+
+
+def _loaded(overrides: list[str], notify: Callable[[str], None], *, whole: bool = True) -> Config:
+    """The config of words without files."""
     check_overrides(overrides)
     _check_values(overrides)
     try:
@@ -95,7 +142,7 @@ def load_config(overrides: Sequence[str] = (), *, notify: Callable[[str], None] 
         if lost := lost_of_recipe(_chosen("algorithm", overrides), experiment, given_values(overrides)):
             keys = " and ".join(word.partition("=")[0] for word in lost)
             notify(f"the experiment overrides the recipe's {keys}; add {' '.join(lost)} to get it back")
-        return to_config(config)
+        return to_config(config, whole=whole)
     except HydraException as error:
         _check_types(overrides)
         raise ConfigError(plain_message(error)) from error
@@ -125,29 +172,58 @@ def _composed_by_hydra(words: tuple[str, ...]) -> DictConfig:
         return compose("config", overrides=list(words))
 
 
-def read_files(words: Sequence[str]) -> list[str]:
-    """The words, each settings file among them replaced by what it sets. Raises ConfigError for one that it cannot."""
+def read_files(words: Sequence[str], *, stored: Path | None = None, as_data: bool = False) -> list[str]:
+    """The words, each settings file among them replaced by what it sets.
+
+    Args:
+        stored: the one among the files that a run directory holds, whatever else is there.
+        as_data: its settings are only looked at, not used.
+    Raises:
+        ConfigError: a file that it cannot be, or one of a run that names what the other words do not allow.
+    """
     typed = [word for word in words if not is_file(word)]
-    found: list[str] = []
-    for file in filter(is_file, words):
-        try:
-            text = checked_text(Path(file))
-            values = OmegaConf.to_container(OmegaConf.create(text))
-            if isinstance(values, dict):
-                keep_texts(values, as_typed(text), texts())
-        except FileNotFoundError as error:
-            raise ConfigError(f"{file}: there is no such settings file (looked in {Path.cwd()})") from error
-        except (OSError, ValueError, RecursionError, OmegaConfBaseException, YAMLError) as error:
-            raise ConfigError(f"{file} cannot be read as settings: {' '.join(str(error).split())}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{file} holds no settings: write sections with keys, as `trainer: {{num_steps: 200}}`")
-        own = as_words(file, values, typed)
-        try:
-            check_overrides(own)
-        except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from error
-        found += own
-    return [*found, *typed]
+    found = {word: _of_file(word, typed) for word in words if is_file(word)}
+    of_runs = [file for file in found if Path(file) == stored or is_of_a_run(Path(file))]
+    named = [*(word for file in found if file not in of_runs for word in found[file]), *typed]
+    for file in of_runs:
+        whose = str(Path(file).parent)
+        _check_told(found[file], whose)
+        if not as_data and not is_own(Path(file)):
+            check_stored(map(_nested, found[file]), map(_nested, named), whose)
+            found[file] = [word for word in found[file] if not word.startswith(ALLOW)]  # it allows nothing itself
+    return [*(word for one in found.values() for word in one), *typed]
+
+
+def _of_file(file: str, typed: Sequence[str]) -> list[str]:
+    """A settings file as words, without what the typed words replace. Raises ConfigError: it is none."""
+    try:
+        text = checked_text(Path(file))
+        values = OmegaConf.to_container(OmegaConf.create(text))
+        if isinstance(values, dict):
+            keep_texts(values, as_typed(text), texts())
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file}: there is no such settings file (looked in {Path.cwd()})") from error
+    except (OSError, ValueError, RecursionError, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{file} cannot be read as settings: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} holds no settings: write sections with keys, as `trainer: {{num_steps: 200}}`")
+    own = as_words(file, values, typed)
+    try:
+        check_overrides(own)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    return own
+
+
+def _nested(word: str) -> dict[str, Any]:
+    """The value of a `key=value` word by section, as it is written, for a look at what it names."""
+    key, equals, text = word.lstrip("+").partition("=")
+    if not equals or key.startswith(("-", "~")):
+        return {}
+    nested = _parse(_quoted(f"{key}={text}")).value()
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return nested
 
 
 def hydra_overrides(overrides: Sequence[str]) -> list[str]:
@@ -313,11 +389,8 @@ def _check_types(overrides: Sequence[str]) -> None:
         key, _, text = word.lstrip("+").partition("=")
         if key not in setting_names():
             continue
-        nested = _parse(_quoted(f"{key}={text}")).value()
-        for part in reversed(key.split(".")):
-            nested = {part: nested}
         try:
-            OmegaConf.to_object(OmegaConf.merge(_schema(), OmegaConf.create(nested)))
+            OmegaConf.to_object(OmegaConf.merge(_schema(), OmegaConf.create(_nested(word))))
         except OmegaConfBaseException:
             refuse_type(rows.get(key, (key, "dict", {}, "A section.")), text)
 
@@ -392,6 +465,7 @@ def _schema() -> DictConfig:
 
 def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """The inverse of `to_plain`, with overrides on top (an actor's own settings over the learner's)."""
+    refuse_references(values, whose="the settings")
     return _on_top(values, _from_dotlist, overrides)
 
 

@@ -133,7 +133,8 @@ class ActorsConfig:
     actor_id: str | None = None
     """Stable name of this actor; null makes one from the host and a random part."""
     allow: list[str] = field(default_factory=list)
-    """Code and secrets of this machine that a hub may name: package.module:attribute, file, environment variable."""
+    """Code, secrets and addresses that a hub, or a run or bundle of somebody else, may name: package.module:attribute,
+    file, environment variable, URL."""
     give_up_after_s: float = ranged(0.0, ge=0)
     """Exit after this long without a hub; 0 retries without limit."""
     transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])

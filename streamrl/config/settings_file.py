@@ -24,6 +24,7 @@ REPLACES: Mapping[str, tuple[str, ...]] = {
     "reward.weights": ("env.path", "reward.type"), "data.path": ("data.test_path", "data.weights"),
 }
 """A setting on the command line -> what it replaces in the file beside its own value there."""
+_NAME, _ODD, _ESCAPED = re.compile(r"[^:=(){}\[\],\s\\'\"]+"), re.compile(r"([\\(){}\[\]:=, \t])"), r"\\\1"
 
 
 def is_file(word: str) -> bool:
@@ -71,9 +72,12 @@ def as_words(path: str, values: Mapping[str, Any], typed: Sequence[str]) -> list
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every setting in nested sections under its whole name, as `policy.optimizer.lr`."""
+    """Yield every setting in nested sections under its whole name, as `policy.optimizer.lr`.
+
+    A mapping with keys that no name can hold, as `{my_package.rewards:short: 0.5}`, is one value.
+    """
     for key, value in values.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and all(_NAME.fullmatch(str(inner)) for inner in value):
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -84,7 +88,7 @@ def literal(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{literal(one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{_ODD.sub(_ESCAPED, str(key))}:{literal(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(literal, value)) + "]"
     if isinstance(value, str):

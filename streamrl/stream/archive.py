@@ -23,8 +23,16 @@ MANIFEST, DIGEST = "MANIFEST.json", "MANIFEST.sha256"
 _PIECE = 1 << 20
 
 
+MAX_NAME = 255
+"""Bytes of a name that every file system takes."""
+
+
 class BundleError(StreamrlError):
-    """A bundle is damaged, or none."""
+    """A bundle is damaged."""
+
+
+class NoBundleError(StreamrlError):
+    """A file is no bundle, and never was."""
 
 
 def pack(
@@ -57,21 +65,35 @@ def pack(
     return digest
 
 
+def require_bundle(path: Path) -> None:
+    """Raise NoBundleError unless this is a tar file, OSError if it cannot be read."""
+    if path.is_dir():
+        raise NoBundleError(f"{path} is a directory: make the bundle of a run with  streamrl bundle {path}")
+    with path.open("rb") as file:
+        if file.read(512)[257:262] != b"ustar":
+            raise NoBundleError(f"{path} is no bundle: name a file that  streamrl bundle RUN  has written")
+
+
 def unpack(path: Path, folder: Path) -> tuple[dict[str, Any], str]:
     """Check a bundle and write its files into a folder; returns its manifest and the manifest's digest.
 
-    Raises BundleError: it is none, or a byte of it is not as it was packed; it names the part.
+    It takes no more room than the bundle: an entry is as large as its bytes there.
+
+    Raises:
+        NoBundleError: it is no tar file.
+        BundleError: a byte of it is not as it was packed; it names the part.
     """
+    require_bundle(path)
+    found: set[str] = set()
     try:
         with tarfile.open(path, mode="r:") as tar:
             for one in tar:
-                _write(tar, one, folder)
-    except (tarfile.TarError, EOFError, ValueError) as error:
+                _write(tar, one, folder, found)
+    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:
         raise BundleError(f"{path} is no bundle, or is damaged: {error}. Get it again") from error
-    manifest, digest = _manifest(path, folder)
+    manifest, digest = _manifest(path, folder, found)
     for name, entry in manifest["files"].items():
-        _check_file(path, folder, name, entry)
-    found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+        _check_file(path, folder / name, name, entry, there=name in found)
     if more := sorted(found - manifest["files"].keys() - {MANIFEST, DIGEST}):
         raise BundleError(f"{path} holds {more[0]}, which its manifest does not name. Get it again")
     about = {name: value for name, value in manifest.items() if name != "files"}
@@ -95,28 +117,50 @@ def _header(name: str, size: int) -> tarfile.TarInfo:
     return header
 
 
-def _write(tar: tarfile.TarFile, one: tarfile.TarInfo, folder: Path) -> None:
-    """Write one file of a bundle, which may come from anybody: nothing but plain files inside the folder."""
+def _write(tar: tarfile.TarFile, one: tarfile.TarInfo, folder: Path, found: set[str]) -> None:
+    """Write one file of a bundle, which may come from anybody: nothing but plain files inside the folder.
+
+    Args:
+        found: names of the files so far; this one's is added.
+    """
     name = PurePosixPath(one.name)
-    if not one.isreg() or name.is_absolute() or not name.parts or ".." in name.parts:
-        raise BundleError(f"{tar.name} holds {one.name!r}, which is no plain file of a bundle: do not use it")
-    target = folder / name
-    if target.exists():
+    # A sparse file may be larger than the whole disk, and holds nothing.
+    plain = one.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not one.pax_headers
+    is_inside = not name.is_absolute() and name.parts and ".." not in name.parts and name.as_posix() == one.name
+    if not plain or not is_inside or not one.name.isprintable():
+        raise BundleError(f"{tar.name} holds {one.name!r:.300}, which is no plain file of a bundle: do not use it")
+    if max(len(part.encode()) for part in name.parts) > MAX_NAME or len(one.name) > 4 * MAX_NAME:
+        raise BundleError(f"{tar.name} holds a name of {len(one.name)} characters, {one.name[:40]}...: do not use it")
+    if one.name in found:
         raise BundleError(f"{tar.name} holds {one.name} twice: it is damaged. Get it again")
+    if (other := _in_the_way(name, folder)) is not None:
+        raise BundleError(f"{tar.name} holds {one.name} and, as a file or a folder, {other}: do not use it")
+    found.add(one.name)
+    target = folder / name
     target.parent.mkdir(parents=True, exist_ok=True)
     source = tar.extractfile(one)
     assert source is not None
-    with target.open("wb") as out:
+    with target.open("xb") as out:
         while piece := source.read(_PIECE):
             out.write(piece)
 
 
-def _manifest(path: Path, folder: Path) -> tuple[dict[str, Any], str]:
+def _in_the_way(name: PurePosixPath, folder: Path) -> str | None:
+    """The file that lies where this name needs a folder, or the folder that lies where it is to be."""
+    for above in name.parents[:-1]:
+        if (folder / above).is_file():
+            return str(above)
+    return str(name) if (folder / name).exists() else None
+
+
+def _manifest(path: Path, folder: Path, found: set[str]) -> tuple[dict[str, Any], str]:
     try:
+        if not {MANIFEST, DIGEST} <= found:
+            raise ValueError
         data, digest = (folder / MANIFEST).read_bytes(), (folder / DIGEST).read_text().strip()
         manifest = json.loads(data)
         entries = {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BundleError(
             f"{path} has no manifest that can be read: it was cut short, damaged, or is no bundle. Get it again"
         ) from error
@@ -125,9 +169,8 @@ def _manifest(path: Path, folder: Path) -> tuple[dict[str, Any], str]:
     return manifest, digest
 
 
-def _check_file(path: Path, folder: Path, name: str, entry: Mapping[str, Any]) -> None:
-    file = folder / name
-    if not file.is_file():
+def _check_file(path: Path, file: Path, name: str, entry: Mapping[str, Any], *, there: bool) -> None:
+    if not there:
         raise BundleError(f"{path} lacks {name}, which its manifest names. Get it again")
     if file.stat().st_size != entry["size"] or sha256_of(file) != entry["sha256"]:
         raise BundleError(f"{path}: {name} is not what its manifest says: a byte of it was changed. Get it again")

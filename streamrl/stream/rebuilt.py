@@ -7,10 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from streamrl.config.load import load_run_config
 from streamrl.errors import ConfigError
+from streamrl.messages.printable import printable
 from streamrl.metrics.files import read_lines, read_object, text_of
 from streamrl.parent_watch import program
 
@@ -65,13 +68,17 @@ def cached(run_dir: Path, version: int) -> Path | None:
     return folder if note and note.get("starts") == starts_of(run_dir) else None
 
 
-def rebuilt(run_dir: Path, version: int) -> Path:
+def rebuilt(run_dir: Path, version: int, allow: Sequence[str] = ()) -> Path:
     """The folder of a version; a process of its own rebuilds it first if need be, and shows how far it is.
 
-    Raises ConfigError: it cannot be rebuilt; that process has said why.
+    Args:
+        allow: words for a run of somebody else, as `streamrl at` takes them.
+    Raises:
+        ConfigError: it cannot be rebuilt; that process has said why.
     """
     if (folder := cached(run_dir, version)) is None:
-        command = [*program("learner.replay.at"), f"{run_dir}@{version}"]
+        load_run_config(run_dir, allow)  # refused here, where what it says is seen
+        command = [*program("learner.replay.at"), f"{run_dir}@{version}", *allow]
         env = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=env, check=False)
         folder = cached(run_dir, version)
@@ -81,5 +88,5 @@ def rebuilt(run_dir: Path, version: int) -> Path:
                 f"streamrl at {run_dir}@{version}"
             )
     if read_object(folder / NOTE).get("compared") != "equal":
-        print(f"{folder}: {read_object(folder / NOTE).get('compared')}", file=sys.stderr)
+        print(printable(f"{folder}: {read_object(folder / NOTE).get('compared')}"), file=sys.stderr)
     return folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.commands import parser_of
+from streamrl.commands import parser_of, say
 from streamrl.errors import ControlError
 from streamrl.metrics.files import read_object
 from streamrl.transport.control import ask
@@ -27,7 +27,7 @@ def drain(words: list[str]) -> int:
     hub = given.run.require_hub()
     num = ask(hub, "the hub", verb="drain", actor=given.actor, within_s=given.within)["num_leases"]
     finishes = f"finishes {num} lease{'s' * (num != 1)} within {given.within:g} s, takes no more"
-    print(f"{given.actor} {finishes if num else 'has no leases'} and leaves")
+    say(f"{given.actor} {finishes if num else 'has no leases'} and leaves")
     return 0
 
 
@@ -51,7 +51,7 @@ def scale(words: list[str]) -> int:
     answer = ask(run.launcher, "streamrl launch", timeout_s=30.0, verb="scale", num_actors=given.number)
     for verb, names in (("started", answer["started"]), ("finish and leave", answer["leaving"])):
         if names:
-            print(f"{verb}: {', '.join(names)}")
+            say(f"{verb}: {', '.join(names)}")
     if not answer["started"] and not answer["leaving"]:
         print(f"{run.name} has {given.number} actors already")
     return 0

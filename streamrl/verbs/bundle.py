@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from streamrl.commands import parser_of
-from streamrl.config.load import load_config
+from streamrl.commands import parser_of, say
+from streamrl.config.load import run_settings
 from streamrl.config.schema import Config
 from streamrl.errors import ControlError
+from streamrl.named_code import is_own
 from streamrl.stream.archive import pack, sha256_of
 from streamrl.stream.history import History
 from streamrl.stream.segments import FOLDER, segments
@@ -51,7 +51,7 @@ def bundle(words: list[str]) -> int:
     beside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         with beside.open("wb") as file:
-            digest = pack(files, about, file, lambda name, size: print(f"  {name}  {size:,} bytes", file=sys.stderr))
+            digest = pack(files, about, file, lambda name, size: say(f"  {name}  {size:,} bytes", error=True))
         beside.replace(out)
     finally:
         beside.unlink(missing_ok=True)
@@ -70,8 +70,9 @@ def contents(run_dir: Path, *, with_model: bool, with_checkpoints: bool) -> tupl
     files |= {f"evals/{path.name}": path for path in sorted((run_dir / "evals").glob("*.json*"))}
     for folder in _checkpoints(run_dir, history, complete=history.first == 1, every=with_checkpoints):
         files |= {f"{folder.name}/{path.name}": path for path in sorted(folder.iterdir())}
-    config = load_config([str(run_dir / "config.yaml")])
-    model = _start_model(config)
+    config = run_settings(run_dir)
+    # What somebody else's settings call the model could be any folder of this machine: it goes along if asked for.
+    model = _start_model(config) if with_model or is_own(run_dir / "config.yaml") else {}
     if with_model and not model and not config.policy.tiny.enabled:
         raise ControlError(f"the starting model {config.policy.model_path} is no folder here: leave out --with-model")
     if with_model or sum(path.stat().st_size for path in model.values()) <= SMALL_BYTES:

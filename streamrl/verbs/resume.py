@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import shlex
 
-from streamrl.commands import parser_of
+from streamrl.commands import parser_of, say
+from streamrl.config.load import check_words
 from streamrl.errors import ControlError
 from streamrl.metrics.run_record import starts_of
+from streamrl.named_code import is_own
 from streamrl.parent_watch import program
 from streamrl.run_dirs import has_learner
 from streamrl.verbs.runs import NamedRun, find_run
 
 SET_HERE = ("run.dir", "checkpoint.resume")
+VERBS = ("launch", "learner", "sft", "dpo", "train-reward-model")
+"""Commands that a run of somebody else may have been started with."""
 
 
 def resume(words: list[str]) -> int:
@@ -27,8 +31,8 @@ def resume(words: list[str]) -> int:
     run = given.run
     command = command_of(run, given.words)
     if not (run.path / "LATEST").exists():
-        print(f"{run.name} has no checkpoint yet: it starts from version 0")
-    print(shlex.join(["streamrl", *command]), flush=True)
+        say(f"{run.name} has no checkpoint yet: it starts from version 0")
+    say(shlex.join(["streamrl", *command]))
     line = [*program("streamrl.cli"), *command]
     os.execv(line[0], line)
 
@@ -36,7 +40,9 @@ def resume(words: list[str]) -> int:
 def command_of(run: NamedRun, changes: list[str]) -> list[str]:
     """`launch` or `learner`, with the words of the run's last start and these changes.
 
-    Raises ControlError: it runs, it has reached its last step, or nothing says how it was started.
+    Raises:
+        ControlError: it runs, it has reached its last step, or nothing says how it was started.
+        ConfigError: it is not signed as a run of this user, and names what the changes do not allow.
     """
     if run.has_launcher or run.has_hub or has_learner(run.path):
         raise ControlError(f"{run.name} is running: see streamrl status {run.path}")
@@ -53,4 +59,9 @@ def command_of(run: NamedRun, changes: list[str]) -> list[str]:
             f"{run.name} is over: it has done its {run.status.get('total_steps', 0)} steps. To train on, give more: "
             f"streamrl resume {run.path} trainer.num_steps=N"
         )
+    if not is_own(run.path / "run.json"):
+        if verb not in VERBS:
+            raise ControlError(f"{run.path}/run.json has {verb!r} as the command, and is not signed as a run of yours: "
+                               f"give the command yourself, with run.dir={run.path} checkpoint.resume=true")
+        check_words(kept, changes, str(run.path))
     return [verb, *kept, *changes, f"run.dir={run.path}", "checkpoint.resume=true"]

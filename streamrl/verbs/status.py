@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from streamrl.commands import parser_of
+from streamrl.commands import parser_of, say
 from streamrl.errors import ControlError
 from streamrl.messages.printable import printable
 from streamrl.transport.control import ask
@@ -18,11 +18,11 @@ def status(words: list[str]) -> int:
         "the learner, as the user who started the run. Actors on other machines are listed too.", find=find_run,
     ).parse_args(words).run
     if not run.has_hub and not run.has_launcher:
-        print(f"{run.name} is over: {run.how_it_ended()}")
+        say(f"{run.name} is over: {run.how_it_ended()}")
         return 0
     told, head = _of_hub(run)
     told += _of_launcher(run, {name for name, _ in told})
-    print(f"{run.name}: {head}")
+    say(f"{run.name}: {head}")
     _print(told)
     return 0
 

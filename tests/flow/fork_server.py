@@ -31,7 +31,7 @@ from tests.flow.forked_process import MAX_REQUEST_BYTES, ForkedPopen, module_and
 ROOT = Path(__file__).parents[2]
 PROGRAMS = (
     "learner", "learner.hub", "learner.supervised", "learner.replay", "actors", "streamrl.cli",
-    "tests.fakes.lying_actor",
+    "tests.fakes.lying_actor", "tests.fakes.command_line",
 )
 PADDING = "." * (1 << 16)
 """An argument of the server: the room in which its children write their own command lines."""
