@@ -98,9 +98,11 @@ def _run(file: Path) -> ModuleType:
             f"env.path={str(file)!r} is not a Python file: its name must end in .py (records are given with data.path)."
         )
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses in the file look their module up here while it runs; a file next to it may be imported by name.
+    # Dataclasses in the file look their module up here while it runs.
     sys.modules[name] = module
-    sys.path.insert(0, str(file.parent))
+    # A file next to it may be imported by name. Last: neither it nor this file stands in front of a package.
+    if is_new := str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
     try:
         with origins_importable():
             spec.loader.exec_module(module)
@@ -108,7 +110,8 @@ def _run(file: Path) -> ModuleType:
         del sys.modules[name]
         raise TaskError(f"{file.name} failed while it was loaded: {describe(error)}") from error
     finally:
-        sys.path.remove(str(file.parent))
+        if is_new:
+            sys.path.remove(str(file.parent))
     return module
 
 

@@ -40,6 +40,9 @@ def resolve(name: str, table: Mapping[str, T], *, setting: str) -> T:
 def import_attribute(name: str, *, setting: str) -> Any:
     """The object that `package.module:attribute` names. Raises ConfigError naming what is missing, and where."""
     module_name, _, attribute = name.partition(":")
+    if not attribute or module_name.endswith(".py"):
+        module, wanted = module_name.removesuffix(".py").replace("/", "."), attribute or "NAME"
+        raise ConfigError(f"{setting}={name} must be module:attribute: write {setting}={module}:{wanted}")
     if os.getcwd() not in sys.path:  # our programs run without it (python -P); last, so that it shadows nothing
         sys.path.append(os.getcwd())
     try:

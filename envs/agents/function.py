@@ -13,11 +13,12 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from envs.adapters.forms import own_names
 from envs.awaiting import is_async
 from envs.task_file import run_file
 from streamrl.environment import AgentSession, Record
 from streamrl.errors import ConfigError, TaskError
-from streamrl.extension import import_attribute
+from streamrl.extension import did_you_mean, import_attribute
 
 CLIENTS = {"client": ("openai", "AsyncOpenAI", "/v1"), "anthropic": ("anthropic", "AsyncAnthropic", "")}
 """Parameter -> the package of its client, its class, and what its base URL has at its end."""
@@ -48,7 +49,7 @@ def function_agent(name: str) -> Callable[[Record, AgentSession], Awaitable[Any]
 
 def _found(name: str) -> Any:
     """The attribute of a file, or of a module on the import path."""
-    place, _, attribute = name.rpartition(":")
+    place, _, attribute = (name, "", "") if name.endswith(".py") else name.rpartition(":")
     if not place.endswith(".py"):
         try:
             return import_attribute(name, setting="env.agent")
@@ -56,7 +57,9 @@ def _found(name: str) -> Any:
             raise TaskError(str(error)) from error
     module, file = run_file(place, setting="env.agent")
     if not hasattr(module, attribute):
-        raise TaskError(f"env.agent={name}: {file.name} has no {attribute!r}, name one of its functions")
+        known = [key for key, value in own_names(module).items() if callable(value) and is_async(value)]
+        hint = did_you_mean(attribute, known) or f" It has {', '.join(known) or 'none'}."
+        raise TaskError(f"env.agent={name}: name an async function of {file.name}, as env.agent={place}:run.{hint}")
     return getattr(module, attribute)
 
 

@@ -47,6 +47,7 @@ from streamrl.config.wording import (
     field_sentences,
     one_line,
     refuse_file,
+    refuse_hydra,
     refuse_option,
     refuse_removal,
     refuse_several,
@@ -344,7 +345,9 @@ def check_overrides(overrides: Sequence[str]) -> None:
             refuse_option(override, following, nearest(override.lstrip("-").partition("=")[0], keys))
         key, equals, _ = override.partition("=")
         key = key.lstrip("+~")
-        if key.startswith(("hydra.", "hydra/")) or key in GROUPS:
+        if key.startswith(("hydra.", "hydra/")):
+            refuse_hydra(key)
+        if key in GROUPS:
             continue
         if not equals and not override.startswith("~"):
             refuse_word(override, group_files("experiment"))
@@ -358,7 +361,7 @@ def _check_values(overrides: Sequence[str]) -> None:
         key, _, text = word.lstrip("+~").partition("=")
         if word.startswith("~") and not key.startswith(open_mappings()):
             refuse_removal(key)
-        if word.startswith("~") or key.startswith(("hydra.", "hydra/")):
+        if word.startswith("~"):
             continue
         try:
             parsed = _parse(_quoted(f"{key}={text}"))

@@ -13,15 +13,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
+from streamrl.config.aliases import HYDRA_SWEEPS
 from streamrl.config.load import CONFIGS, check_overrides, hydra_overrides, plain_message, settings
 from streamrl.errors import ConfigError
 
-OWN_NAMES = {
-    "hydra/sweeper": "sweep.sampler", "hydra/sweeper/sampler": "sweep.sampler", "hydra.sweep.dir": "sweep.dir",
-    "hydra.sweeper.n_trials": "sweep.num_trials", "hydra.sweeper.direction": "sweep.direction",
-    "hydra.sweeper.n_jobs": "sweep.num_parallel", "hydra.launcher.n_jobs": "sweep.num_parallel",
-}
-"""What the Optuna sweeper and the joblib launcher of hydra call our settings."""
 OWN_SAMPLERS = {"optuna": "tpe", "basic": "grid"}
 
 
@@ -100,14 +95,9 @@ def parse_sweep(words: Sequence[str]) -> SweepWords:
 def _own_word(word: str) -> str:
     """A word of hydra's sweepers and launchers under the name that it has here."""
     key, _, value = word.partition("=")
-    if not key.startswith(("hydra.", "hydra/")):
+    if key not in HYDRA_SWEEPS:
         return word
-    if key not in OWN_NAMES:
-        raise ConfigError(
-            f"`{key}` is not used here: a sweep has the settings sweep.*, see `streamrl settings sweep`. Of hydra's "
-            f"there are {', '.join(OWN_NAMES)}."
-        )
-    return f"{OWN_NAMES[key]}={OWN_SAMPLERS.get(value, value) if key == 'hydra/sweeper' else value}"
+    return f"{HYDRA_SWEEPS[key]}={OWN_SAMPLERS.get(value, value) if key == 'hydra/sweeper' else value}"
 
 
 def _axis(override: Override) -> Axis:

@@ -11,6 +11,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, NoReturn
 
+from streamrl.config.aliases import HYDRA, HYDRA_SWEEPS
 from streamrl.errors import ConfigError
 from streamrl.extension import did_you_mean
 
@@ -84,6 +85,15 @@ def refuse_option(word: str, following: str, name: str | None) -> NoReturn:
     typed = f"{option}{equals or (value and ' ')}{value}"
     meant = f"write {name}={value or 'VALUE'}" if name else "e.g. trainer.num_steps=200"
     raise ConfigError(f"`{typed}` is not an option here: settings are key=value, {meant}")
+
+
+def refuse_hydra(key: str) -> NoReturn:
+    """An option of hydra's own, which would change nothing."""
+    if key in HYDRA_SWEEPS:
+        raise ConfigError(f"`{key}` is of a sweep: streamrl launch -m ..., or there as {HYDRA_SWEEPS[key]}=VALUE.")
+    meant = next((ours for name, ours in HYDRA.items() if f"{key}/".startswith((f"{name}/", f"{name}."))), None)
+    way = f"use {meant}" if meant else "see `streamrl settings run` and `streamrl settings sweep`"
+    raise ConfigError(f"`{key}` is not used here, where hydra only reads the words: {way}.")
 
 
 def refuse_word(word: str, experiments: Sequence[str]) -> NoReturn:

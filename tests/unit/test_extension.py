@@ -22,6 +22,8 @@ def test_a_users_own_is_found_by_its_module_and_attribute():
     ("ppo_clop", r"loss\.surrogate=ppo_clop is unknown\. Did you mean ppo_clip\?"),
     ("zzz", r"There are cispo, ppo_clip, or name your own as package\.module:attribute"),
     ("no_such_module_here:f", r"cannot import 'no_such_module_here'"),
+    ("math.py:pi", r"write loss\.surrogate=math:pi"),
+    ("own/clips.py:", r"write loss\.surrogate=own\.clips:NAME"),
     ("math:pie", r"module math has no 'pie'\. Did you mean pi\?"),
 ])
 def test_what_is_missing_is_named_with_the_nearest(name, says):

@@ -406,6 +406,17 @@ def test_an_agent_that_is_none_is_refused_by_name(word, says):
         task_of(settings(*shlex.split(word)))
 
 
+@pytest.mark.parametrize(("name", "says"), [
+    ("", "name an async function of .*as env.agent=.*mine.py:run. It has play, run.$"), (":rum", "Did you mean run"),
+    (":zz", "It has play, run.$"), (":helper", "is not an async function"),
+])
+def test_a_file_without_the_name_of_a_function_is_told_which_it_has(tmp_path, name, says):
+    file = tmp_path / "mine.py"
+    file.write_text("async def play(record, client): ...\nasync def run(record, client): ...\ndef helper(): ...\n")
+    with pytest.raises(TaskError, match=says):
+        task_of(settings(f"env.agent={file}{name}"))
+
+
 @pytest.mark.parametrize(("words", "says"), [
     (["actors.endpoint.bind=here"], "must look like 127.0.0.1:0"),
     (["actors.endpoint.bind=0.0.0.0:0"], "add actors.endpoint.advertise=NAME"),

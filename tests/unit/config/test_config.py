@@ -126,6 +126,20 @@ def test_a_word_that_cannot_be_taken_is_explained_in_our_words(word, message):
     assert not any(noise in str(caught.value) for noise in ("Exception", "viable", "merging", "Integer", "hydra"))
 
 
+@pytest.mark.parametrize("mark", ["", "+", "++", "~"])
+@pytest.mark.parametrize(("word", "says"), [
+    ("hydra.run.dir=x", "use run.dir"), ("hydra.job.name=x", "use run.name"),
+    ("hydra.verbose=true", "use STREAMRL_LOG"),
+    ("hydra.sweep.dir=x", "of a sweep: streamrl launch -m ..., or there as sweep.dir=VALUE"),
+    ("hydra/sweeper=optuna", "of a sweep"), ("hydra/launcher=joblib", "use sweep.num_parallel"),
+    ("hydra.job_logging.root.level=INFO", "streamrl settings run"), ("hydra/help=x", "streamrl settings run"),
+])
+def test_a_word_of_hydras_own_is_refused_with_what_does_it_here(mark, word, says):
+    for load in (load_config, lambda words: from_plain({}, words)):
+        with pytest.raises(ConfigError, match=f"`{re.escape(word.partition('=')[0])}` is .*{re.escape(says)}"):
+            load([mark + word])
+
+
 def test_a_text_that_hydra_cannot_read_is_taken_as_it_is():
     config = load_config([QUICK, "env.path=~/my tasks (2)/é=1.py", "run.root=/data/o'neil", "env.options.ask=How (1)?"])
 

@@ -1,5 +1,6 @@
 """From a name, a module path or a file to a task; every failure says what was found and what to do."""
 
+import sys
 import textwrap
 
 import pytest
@@ -157,6 +158,22 @@ def test_the_function_task_decides_among_several_classes(write):
     task = load_task("", path=write(two + "\n    def task():\n        return Whisper()\n"))
 
     assert task.name == "whisper"
+
+
+@pytest.mark.parametrize("name", ["wave.py", "my_task.py"])
+def test_neither_a_file_nor_one_next_to_it_stands_in_front_of_a_package(write, monkeypatch, name):
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    write("raise RuntimeError('not the package')", "wave.py")
+    before = list(sys.path)
+    task = load_task("", path=write("import wave\nassert wave.Wave_read\n" + textwrap.dedent(PAIR), name))
+    assert task.num_records("train") and sys.path == before
+
+
+def test_the_folder_of_a_file_keeps_its_place_on_the_path(write, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = list(sys.path)
+    load_task("", path=write(PAIR))
+    assert sys.path == before
 
 
 def test_an_imported_class_is_not_taken_for_the_files_own(write):
