@@ -93,6 +93,71 @@ ALIASES: dict[str, str] = {
     "resume_mode": "checkpoint.resume", "n_gpus_per_node": "launch.num_learner_ranks",
     "num_gpus_per_node": "launch.num_learner_ranks", "num_train_gpus": "launch.num_learner_ranks",
     "num_infer_gpus": "launch.num_actors", "num_engines": "launch.num_actors",
+    "ppo_max_token_len_per_gpu": "learner.max_tokens_per_device", "max_assistant_turns": "env.max_turns",
+    "lr_warmup_steps_ratio": "policy.scheduler.warmup_ratio", "clip_ratio_low": "loss.clip_low",
+    "clip_ratio_high": "loss.clip_high", "total_training_steps": "trainer.num_steps",
+    "max_inflight": "actors.num_concurrent", "max_tokens_per_gpu": "learner.max_tokens_per_device",
+    "num_examples": "eval.num_samples", "value_clip": "critic.clip",
+    "enforce_eager": "actors.vllm.enforce_eager", "max_model_len": "actors.vllm.max_model_len",
+    "enable_chunked_prefill": "actors.vllm.enable_chunked_prefill",
+    # RL2 and its fork
+    "train_data_path": "data.path", "test_data_path": "data.test_path", "response_key": "data.answer_key",
+    "prompts_per_rollout": "rollout.num_prompts_per_step", "responses_per_prompt": "rollout.num_responses_per_prompt",
+    "dynamic_filtering": "filter.zero_std", "bucket_size": "publish.bucket_bytes",
+    "mem_fraction_static": "actors.vllm.gpu_memory_utilization",
+    "enable_gradient_checkpointing": "policy.gradient_checkpointing",
+    "enable_activation_checkpointing": "policy.gradient_checkpointing",
+    "recompute_granularity": "policy.gradient_checkpointing", "ddp_size": "learner.mesh.replicate",
+    "tp_size": "learner.mesh.tensor", "cp_size": "learner.mesh.context", "sp_size": "learner.mesh.context",
+    "context_parallel_size": "learner.mesh.context", "max_length_per_device": "learner.max_tokens_per_device",
+    "max_inference_length_per_device": "learner.max_tokens_per_device", "clip_grad": "policy.optimizer.max_grad_norm",
+    "lr_decay_style": "policy.scheduler.name", "offload_optimizer": "policy.optimizer.offload",
+    "update_per_rollout": "learner.num_minibatches", "clip": "loss.clip_low", "tis_coef": "loss.cap",
+    "freeze_steps": "critic.num_warmup_steps", "reward_estimator": "kl.mode", "loss_estimator": "kl.mode",
+    "adaptive_kl": "kl.controller", "controller_type": "kl.controller", "target_kl": "kl.options",
+    "exp_factor": "kl.options", "exp_decay": "kl.options", "linear_factor": "kl.options", "kp": "kl.options",
+    "ki": "kl.options", "kd": "kl.options", "min_coef": "kl.options", "max_coef": "kl.options",
+    "schedule_type": "kl.options", "schedule_steps": "kl.options",
+    "initial_coef": "kl.coef", "constraint_optimization": "constraint.kl_limit", "kl_constraint": "constraint.kl_limit",
+    "entropy_constraint": "constraint.entropy_min", "use_lagrangian": "constraint.method",
+    "constraint_violation_penalty": "constraint.method", "lagrangian_lr": "constraint.options",
+    "lamda": "advantage.lam", "global_norm": "advantage.whiten", "norm_var": "advantage.scale",
+    "n_steps": "advantage.options", "bootstrap_method": "advantage.options",
+    "multi_objective": "objectives.components", "objective_weights": "objectives.components",
+    "pareto_method": "objectives.combine", "diversity_weight": "objectives.bonus", "optimizer_type": "sweep.sampler",
+    "objective_name": "sweep.metric", "maximize": "sweep.direction", "total_steps": "trainer.num_steps",
+    "n_epochs": "trainer.num_epochs", "load_ckpt_from": "checkpoint.resume", "use_wandb": "tracking.trackers",
+    "disable_wandb": "tracking.trackers", "enable_wandb": "tracking.trackers", "enable_mlflow": "tracking.trackers",
+    "enable_tensorboard": "tracking.trackers", "tracking_uri": "tracking.options",
+    # rl4llm
+    "pretrained_model": "policy.model_path", "policy_model": "policy.model_path", "value_model": "critic.model_path",
+    "max_completion_tokens": "rollout.train.sampling.max_new_tokens",
+    "train_rollout_size": "rollout.num_prompts_per_step", "train_micro_batch_size": "learner.max_tokens_per_device",
+    "normalize_advantages": "advantage.whiten", "entropy_loss_coef": "loss.entropy_coef",
+    "sync_reference_interval": "reference.sync_every_steps", "checkpoint_interval": "checkpoint.every_steps",
+    "eval_interval": "eval.every_steps", "eval_rollout_size": "eval.num_samples", "clip_eps": "loss.clip_low",
+    "clip_eps_low": "loss.clip_low", "clip_eps_high": "loss.clip_high", "length_cache": "overlong.cache_ratio",
+    "num_updates": "learner.num_epochs", "policy_num_updates": "learner.num_epochs",
+    "value_num_updates": "critic.num_steps", "value_clip_eps": "critic.clip", "filter_low_reward_std": "filter.min_std",
+    "tool_schemas": "env.tools", "shuffle_dataset": "data.shuffle", "reward_functions": "env.path",
+    "max_train_samples": "data.num_samples", "sample_buffer_size": "samples.num_per_step", "infer_host": "hub.bind",
+    "infer_port": "hub.bind", "chunked_prefill_size": "actors.vllm",
+    "gradient_clipping": "policy.optimizer.max_grad_norm", "betas": "policy.optimizer.beta1",
+    "checkpoint_path": "checkpoint.resume", "model_max_length": "learner.max_tokens_per_device",
+    "max_test_samples": "eval.num_samples", "value_num_epochs": "critic.num_steps",
+    # ColossalAI
+    "num_episodes": "trainer.num_epochs", "num_trainers": "launch.num_learner_ranks",
+    "num_inferencer": "launch.num_actors", "inference_batch_size": "actors.num_concurrent",
+    "inference_microbatch_size": "actors.num_concurrent", "train_minibatch_size": "learner.num_minibatches",
+    "train_microbatch_size": "learner.max_tokens_per_device",
+    "producer_tensor_parallel_size": "actors.vllm.tensor_parallel_size", "kl_coeff": "kl.coef",
+    "code_verifier_api_url": "reward.code.url", "n_behind": "staleness.eta", "save_interval": "checkpoint.every_steps",
+    "log_rollout_interval": "samples.num_per_step", "filter_range": "filter.accuracy_range",
+    "loss_variation": "loss.avg_level", "soft_over_length_punishment": "overlong.cache_ratio",
+    "cache_length": "overlong.cache_ratio", "filter_truncated_response": "filter.truncated",
+    "reward_fn_type": "reward.type", "precision": "policy.dtype", "response_format_tags": "reward.format_tags",
+    "temp": "rollout.train.sampling.temperature", "topk": "rollout.train.sampling.top_k",
+    "topp": "rollout.train.sampling.top_p",
     # sweep
     "n_trials": "sweep.num_trials", "n_jobs": "sweep.num_parallel",
     "max_concurrent_trials": "sweep.num_parallel", "parallel": "sweep.num_parallel", "study_name": "sweep.dir",
@@ -117,13 +182,32 @@ FULL_NAMES: dict[str, str] = {
     "orchestrator.eval.interval": "eval.every_steps", "eval.steps": "eval.every_steps",
     "train.max_epochs": "learner.num_epochs", "train.batch_size": "learner.num_minibatches",
     "ckpt.interval": "checkpoint.every_steps",
-    "ckpt.load_enable": "checkpoint.resume",
+    "ckpt.load_enable": "checkpoint.resume", "rollout.train.path": "data.path", "rollout.test.path": "data.test_path",
+    "server_args.tp_size": "actors.vllm.tensor_parallel_size", "critic.model_name": "critic.model_path",
+    "tf_config.tensor_model_parallel_size": "learner.mesh.tensor", "ref_actor.model_name": "reference.model_path",
+    "ref_actor.offload_model": "reference.offload", "critic.update_per_rollout": "critic.num_steps",
+    "kl.type": "kl.mode", "entropy.coef": "loss.entropy_coef", "env.batch_size": "actors.num_concurrent",
+    "env.max_steps": "env.max_turns", "dataset.names": "data.path",
 }
 """Names whose last part alone would say something else."""
 
 NOT_HERE: dict[str, str] = {
     "deepspeed": "ranks are sharded by FSDP2: launch.num_learner_ranks",
     "accelerate": "ranks are started by torchrun: launch.num_learner_ranks",
+    "local_rank": "ranks are started by torchrun: launch.num_learner_ranks",
+    "zero_stage": "ranks are sharded by FSDP2: learner.mesh.shard",
+    "log_level": "it is the variable STREAMRL_LOG, as STREAMRL_LOG=DEBUG",
+    **dict.fromkeys(
+        ("ep_size", "etp_size", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size",
+         "expert_model_parallel_size", "expert_tensor_parallel_size"),
+        "a model is spread by learner.mesh.replicate, shard, context and tensor",
+    ),
+    **dict.fromkeys(
+        ("initial_batch_size", "min_batch_size", "max_batch_size"),
+        "micro-batches are packed by tokens: learner.max_tokens_per_device",
+    ),
+    **dict.fromkeys(("min_temperature", "max_temperature"), "all answers have rollout.train.sampling.temperature"),
+    **dict.fromkeys(("clip_eps_min", "clip_eps_max"), "the range is constant: loss.clip_low and loss.clip_high"),
 }
 """What people look for and will not find, and what there is."""
 
@@ -149,14 +233,21 @@ COMMON = (
 """Settings to know first: `streamrl settings --common`."""
 
 
+SIMILAR = 0.8
+"""Of names that are one but for a slip: below it, two names have words in common and no more."""
+
+
 def suggestion(key: str, names: Set[str]) -> str:
     """The setting of these names that was probably meant, as the end of a sentence."""
-    if key.lower() not in FULL_NAMES and key.lower().partition(".")[0] in NOT_HERE:
-        return f"{NOT_HERE[key.lower().partition('.')[0]]}."
-    near = nearest(key, names) or next(iter(difflib.get_close_matches(key, names, n=1, cutoff=0.5)), None)
+    typed = key.lower().replace("-", "_")
+    for part in (typed.partition(".")[0], typed.rpartition(".")[2]):
+        if typed not in FULL_NAMES and part in NOT_HERE:
+            return f"{NOT_HERE[part]}."
+    near = nearest(key, names)
     if near is None:  # the section may be wrong: compare the last parts
         parts = _last_parts(names)
-        near = next((parts[part] for part in difflib.get_close_matches(key.rpartition(".")[2], parts, n=1)), None)
+        close = difflib.get_close_matches(key.rpartition(".")[2], parts, n=1, cutoff=SIMILAR)
+        near = next((parts[part] for part in close), None)
     return f"did you mean `{near}`?" if near else "see `streamrl settings` for every key."
 
 
@@ -168,7 +259,7 @@ def nearest(key: str, names: Set[str]) -> str | None:
     known = {name: name for name in names}
     if "." not in key:
         known |= _last_parts(names) | ALIASES
-    close = [known[name] for name in difflib.get_close_matches(typed, known, n=1, cutoff=0.8 if "." in key else 0.75)]
+    close = [known[name] for name in difflib.get_close_matches(typed, known, n=1, cutoff=SIMILAR)]
     last = typed.rpartition(".")[2]
     if last in ALIASES and not (close and "." in key):
         return ALIASES[last]
@@ -176,9 +267,10 @@ def nearest(key: str, names: Set[str]) -> str | None:
 
 
 def _last_parts(names: Set[str]) -> dict[str, str]:
-    """The setting for each last part; of several with the same one that is to know first, else the policy's, else
-    the alphabet's first."""
+    """The setting for each last part; of several with the same one that is to know first, else the policy's or that
+    of training, else the alphabet's first."""
     order = sorted(
-        names, key=lambda name: (name not in COMMON, not name.startswith("policy."), name), reverse=True
+        names, key=lambda name: (name not in COMMON, not name.startswith(("policy.", "rollout.train.")), name),
+        reverse=True,
     )
     return {name.rpartition(".")[2]: name for name in order}
