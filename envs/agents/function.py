@@ -59,7 +59,7 @@ def _found(name: str) -> Any:
     if not hasattr(module, attribute):
         known = [key for key, value in own_names(module).items() if callable(value) and is_async(value)]
         hint = did_you_mean(attribute, known) or f" It has {', '.join(known) or 'none'}."
-        raise TaskError(f"env.agent={name}: name an async function of {file.name}, as env.agent={place}:run.{hint}")
+        raise TaskError(f"env.agent={name} names no function of {file.name}: write env.agent={place}:run.{hint}")
     return getattr(module, attribute)
 
 

@@ -7,7 +7,6 @@ libraries are imported where they are first needed: most mistakes are found with
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import socket
@@ -223,10 +222,10 @@ def check_port(address: str, setting: str) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host.strip("[]"), int(port)))
     except OSError as error:
-        way = "stop the process that has it, or choose another port (0: any free)"
-        if error.errno != errno.EADDRINUSE:
-            way = "give an address of this machine"
-        raise ConfigError(f"{setting}={address} cannot be used ({error.strerror}): {way}.") from error
+        raise ConfigError(
+            f"{setting}={address} cannot be used ({error.strerror}): stop the process that has it, choose another port "
+            "(0: any free), or give an address of this machine."
+        ) from error
 
 
 def check_models(config: Config, notify: Callable[[str], None]) -> None:

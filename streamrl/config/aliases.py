@@ -245,7 +245,7 @@ def suggestion(key: str, names: Set[str]) -> str:
             return f"{NOT_HERE[part]}."
     near = nearest(key, names)
     if near is None:  # the section may be wrong: compare the last parts
-        parts = _last_parts(names)
+        parts = _last_parts(names) | ALIASES
         close = difflib.get_close_matches(key.rpartition(".")[2], parts, n=1, cutoff=SIMILAR)
         near = next((parts[part] for part in close), None)
     return f"did you mean `{near}`?" if near else "see `streamrl settings` for every key."

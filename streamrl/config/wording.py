@@ -92,8 +92,8 @@ def refuse_hydra(key: str) -> NoReturn:
     if key in HYDRA_SWEEPS:
         raise ConfigError(f"`{key}` is of a sweep: streamrl launch -m ..., or there as {HYDRA_SWEEPS[key]}=VALUE.")
     meant = next((ours for name, ours in HYDRA.items() if f"{key}/".startswith((f"{name}/", f"{name}."))), None)
-    way = f"use {meant}" if meant else "see `streamrl settings run` and `streamrl settings sweep`"
-    raise ConfigError(f"`{key}` is not used here, where hydra only reads the words: {way}.")
+    meant = meant or "a setting of `streamrl settings run` or `streamrl settings sweep`"
+    raise ConfigError(f"`{key}` is not used here, where hydra only reads the words: take {meant}.")
 
 
 def refuse_word(word: str, experiments: Sequence[str]) -> NoReturn:

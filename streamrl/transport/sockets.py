@@ -97,7 +97,7 @@ def socket_root() -> str:
             return root
     raise StreamrlError(
         f"the folder for temporary files, {usual}, has over {MAX_ROOT} characters, too many for sockets in it, and in "
-        "/tmp none can be made: export TMPDIR=DIR with a shorter path"
+        "/tmp none can be made: set TMPDIR to a shorter path"
     )
 
 

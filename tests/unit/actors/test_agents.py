@@ -407,8 +407,8 @@ def test_an_agent_that_is_none_is_refused_by_name(word, says):
 
 
 @pytest.mark.parametrize(("name", "says"), [
-    ("", "name an async function of .*as env.agent=.*mine.py:run. It has play, run.$"), (":rum", "Did you mean run"),
-    (":zz", "It has play, run.$"), (":helper", "is not an async function"),
+    ("", "names no function of mine.py: write env.agent=.*mine.py:run. It has play, run.$"),
+    (":rum", "Did you mean run"), (":zz", "It has play, run.$"), (":helper", "is not an async function"),
 ])
 def test_a_file_without_the_name_of_a_function_is_told_which_it_has(tmp_path, name, says):
     file = tmp_path / "mine.py"

@@ -128,10 +128,10 @@ def test_a_word_that_cannot_be_taken_is_explained_in_our_words(word, message):
 
 @pytest.mark.parametrize("mark", ["", "+", "++", "~"])
 @pytest.mark.parametrize(("word", "says"), [
-    ("hydra.run.dir=x", "use run.dir"), ("hydra.job.name=x", "use run.name"),
-    ("hydra.verbose=true", "use STREAMRL_LOG"),
+    ("hydra.run.dir=x", "take run.dir"), ("hydra.job.name=x", "take run.name"),
+    ("hydra.verbose=true", "take STREAMRL_LOG"),
     ("hydra.sweep.dir=x", "of a sweep: streamrl launch -m ..., or there as sweep.dir=VALUE"),
-    ("hydra/sweeper=optuna", "of a sweep"), ("hydra/launcher=joblib", "use sweep.num_parallel"),
+    ("hydra/sweeper=optuna", "of a sweep"), ("hydra/launcher=joblib", "take sweep.num_parallel"),
     ("hydra.job_logging.root.level=INFO", "streamrl settings run"), ("hydra/help=x", "streamrl settings run"),
 ])
 def test_a_word_of_hydras_own_is_refused_with_what_does_it_here(mark, word, says):

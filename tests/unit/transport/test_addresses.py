@@ -61,7 +61,7 @@ def test_sockets_of_this_machine_have_a_path_that_the_kernel_takes(long_folder, 
 
 def test_without_a_short_folder_the_variable_is_named(long_folder, monkeypatch):
     monkeypatch.setattr(sockets.os, "access", lambda *_: False)
-    with pytest.raises(StreamrlError, match="export TMPDIR=DIR"):
+    with pytest.raises(StreamrlError, match="set TMPDIR to a shorter path"):
         sockets.socket_root()
 
 
