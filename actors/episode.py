@@ -25,7 +25,7 @@ from actors.trajectory.transcript import Transcript
 from envs.check import NO_SIGNALS, needs_signals
 from envs.reward_values import MAX_NAME_CHARS, part_name
 from streamrl.environment import MAX_REWARD, DrivesGeneration, Env, InputText, Record, Step, Task
-from streamrl.errors import EngineError, EpisodeFullError, TaskError
+from streamrl.errors import EngineError, EpisodeFullError, RequestError, TaskError
 from streamrl.messages import Member, MemberStatus, Sampling
 
 log = logging.getLogger("streamrl.actor")
@@ -106,10 +106,12 @@ class EpisodeRunner:
         for turn in range(self.rules.max_turns):
             last = turn + 1 == self.rules.max_turns
             read, room = conversation.ids, self.rules.room(transcript, conversation.ids)
-            with self.load.generating():
-                generation = await self.engine.generate(self.rules.request(
-                    read, room, seed, turn, sampling, version=transcript.first_version
-                ))
+            request = self.rules.request(read, room, seed, turn, sampling, version=transcript.first_version)
+            try:
+                with self.load.generating():
+                    generation = await self.engine.generate(request)
+            except RequestError as error:  # as an id that the model does not have: no other actor could serve it
+                return self._failed(index, transcript, error)
             transcript.add_turn(read, generation)
             on_progress()
             try:

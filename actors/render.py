@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from actors.trajectory.token_bytes import token_bytes
 from envs.data.chat_template import Tools, plain_text, rendered, template_forms, template_text, writes_calls
 from envs.rewards.thoughts import TAIL, heard
 from streamrl.environment import SYSTEM_ROLES, ChatMessage, InputText
@@ -22,6 +23,10 @@ from streamrl.errors import TaskError
 from streamrl.messages import Member
 from streamrl.messages.codec import unpack_ids
 
+SHORT_TOKEN_CHARS = 8
+"""Characters per token of a piece that is counted alone: texts have fewer."""
+_CUTS = 16
+_LARGE = 1 << 15  # characters
 _ANSWER = "streamrlanswer"  # stands for the model's turn when the template is asked what follows one
 
 
@@ -131,6 +136,33 @@ class Renderer:
         """Text as ids, without special tokens around it."""
         return self._encode(text, False)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token's text: of byte-level vocabularies they may be a part of a character."""
+        return self._token_bytes(token_id)
+
+    @cached_property
+    def _token_bytes(self) -> Callable[[int], bytes]:
+        return token_bytes(self.tokenizer)
+
+    def surely_over(self, text: str, limit: int) -> bool:
+        """Whether a text has more tokens than this, found without tokenizing much more than so many."""
+        piece = SHORT_TOKEN_CHARS * max(limit, 1)
+        if len(text) <= piece:
+            return False
+        if len(text) > limit * self.longest_token:
+            return True
+        count = 0
+        for start in range(0, len(text), piece):
+            count += len(self.encode(text[start : start + piece]))
+            if count > limit + limit // 4 + _CUTS:  # a cut may add a token on either side of it
+                return True
+        return False
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
 
 class SharedPrompts:
     """The prompts of one group: what its members are asked is nearly always the same, and then rendered once."""
@@ -162,8 +194,15 @@ def _encoder(tokenizer: Any) -> Callable[[str, bool], list[int]]:
         return lambda text, special: list(tokenizer(text, add_special_tokens=special)["input_ids"])
     tokenizer("a", add_special_tokens=False)  # switches off what the file may say of truncation and padding
     encode = tokenizer.backend_tokenizer.encode
-    # The usual way gives the interpreter's lock away for a batch of one, and waits 5 ms where another thread is busy.
-    return lambda text, special: encode(text, add_special_tokens=special).ids
+    batch = tokenizer.backend_tokenizer.encode_batch_fast  # it has no offsets, which take a hundred bytes a character
+
+    def encoded(text: str, special: bool) -> list[int]:
+        # A batch gives the interpreter's lock away, and then waits 5 ms where another thread is busy.
+        if len(text) > _LARGE:
+            return batch([text], add_special_tokens=special)[0].ids
+        return encode(text, add_special_tokens=special).ids
+
+    return encoded
 
 
 def _is_plain(tokenizer: Any, *methods: str) -> bool:

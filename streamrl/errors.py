@@ -4,7 +4,8 @@
     ├── ConfigError              a setting is unknown, impossible or contradicts another
     ├── TaskError                a task or environment file cannot be loaded or broke its protocol
     │   ├── DataChangedError         a data file was changed while a run used it
-    │   └── EpisodeFullError         an interaction loop asked for a turn for which its episode has no room
+    │   ├── EpisodeFullError         an interaction loop asked for a turn for which its episode has no room
+    │   └── RequestError             a request that no engine can serve: its sender's mistake, and the engine goes on
     ├── WireError                bytes from a peer were refused; `.counter` names the statistic
     │   ├── FrameError               wrong magic, flags or number of frames, or a frame over the size limit
     │   ├── ProtocolVersionError     the peer uses a protocol number that this build does not support
@@ -17,7 +18,7 @@
     │   ├── NotAvailable             this transport cannot deliver: the next offer is tried
     │   │   └── VersionRetired           the version was retired: a newer one is on its way
     │   └── Superseded               the fetch was abandoned for a newer version
-    ├── EngineError              the inference engine failed or was asked for something impossible
+    ├── EngineError              the inference engine failed, whatever it was asked for
     ├── CheckpointError          a checkpoint is damaged or belongs to another run
     ├── RunLockedError           another learner owns the run directory, or this one was fenced by a newer
     ├── ControlError             a command for a running run cannot be carried out
@@ -55,6 +56,10 @@ class EpisodeFullError(TaskError):
     A loop may catch it and return the reward of what there is. If it does not, the episode ends here, cut by a limit,
     with what `client.reward` was given.
     """
+
+
+class RequestError(TaskError):
+    """A request that no engine can serve. It is its sender's mistake: it fails alone, and the engine goes on."""
 
 
 class WireError(StreamrlError):
@@ -98,7 +103,7 @@ class WeightsError(StreamrlError):
 
 
 class EngineError(StreamrlError):
-    """The inference engine failed, or was asked for something that it cannot do."""
+    """The inference engine failed; a request that cannot be served is a `RequestError`."""
 
 
 class CheckpointError(StreamrlError):

@@ -6,15 +6,21 @@ A name stands in the path, /sessions/<id>/v1/..., or in the header X-Session-ID.
 from __future__ import annotations
 
 import asyncio
-import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from aiohttp import web
 
+from actors.endpoint.reading import read_object
 from actors.endpoint.sessions import Session, Sessions
+from streamrl.errors import TaskError
+
+T = TypeVar("T")
 
 MAX_NAME_CHARS = 26
 """Longest name of an agent: its reward stands among the scores as `agent_NAME`, a word of the messages."""
+MAX_BODY_BYTES, SMALLEST_LIMIT, BYTES_PER_TOKEN = 16 << 20, 1 << 20, 64
+"""Most bytes of a body: by the tokens of the longest prompt, and no fewer than the second, no more than the first."""
 BODY_S = 60.0
 """Longest wait for the rest of a request that has begun; a client that hangs is told so and loses its connection."""
 
@@ -66,22 +72,54 @@ def over() -> ApiError:
     return ApiError(410, "session_over", "the session is over: its agent ended, or its lease is gone: stop")
 
 
-async def body_of(request: web.Request) -> tuple[dict[str, Any], bytes]:
-    """The JSON object of a request, and its bytes."""
+def max_body_bytes(max_tokens: int) -> int:
+    """Bytes of the largest body that a prompt of so many tokens may come in."""
+    return min(MAX_BODY_BYTES, SMALLEST_LIMIT + BYTES_PER_TOKEN * max_tokens)
+
+
+async def body_of(request: web.Request, limit: int = SMALLEST_LIMIT) -> bytes:
+    """The bytes of a body. Raises ApiError for more than `limit`, and for one that does not come whole."""
+    raw, size = bytearray(), request.content_length or 0
     try:
         async with asyncio.timeout(BODY_S):
-            raw = await request.read()
+            async for part in request.content.iter_any():  # also of one that is refused: its client reads no answer yet
+                size = max(size, len(raw) + len(part))
+                raw = bytearray() if size > limit else raw + part
+                if size > MAX_BODY_BYTES:
+                    break
     except TimeoutError as error:
         raise ApiError(
             408, "request_timeout", f"the rest of the body did not come within {BODY_S:g} s: give it whole"
         ) from error
+    except web.RequestPayloadError as error:
+        raise ApiError(
+            400, "invalid_request", f"the body is not in its Content-Encoding, leave it out: {error!r:.100}"
+        ) from error
+    if size > limit:
+        raise ApiError(
+            413, "invalid_request", f"the body has more than {limit} bytes, and no prompt that fits has as many: send "
+            "less, or raise rollout.max_prompt_tokens"
+        )
+    return bytes(raw)
+
+
+async def object_of(request: web.Request) -> dict[str, Any]:
+    """The JSON object of a small request."""
+    return refused_by_name(read_object, await body_of(request))
+
+
+def refused_by_name(read: Callable[..., T], *given: Any) -> T:
+    """What `read` makes of a request; what it cannot read or does not serve is an ApiError."""
     try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise ApiError(400, "invalid_request", f"the body is no JSON, give an object of it: {error}") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "invalid_request", f"the body is {raw[:60]!r}: give a JSON object")
-    return body, raw
+        return read(*given)
+    except TaskError as error:
+        raise ApiError(400, "invalid_request", str(error)) from error
+    except KeyError as error:
+        raise ApiError(400, "invalid_request", f"a part of it has no {error}: see the form of this API") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ApiError(
+            400, "invalid_request", f"the body cannot be read, see the form of this API: {type(error).__name__} {error}"
+        ) from error
 
 
 def _keys(request: web.Request) -> tuple[str, str]:

@@ -6,21 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from actors.endpoint.form import Body, Form, event
+from actors.endpoint.fields import ChatFields
+from actors.endpoint.form import SAMPLING, Body, Form, event, picked
 from actors.endpoint.sessions import Session
 from actors.trajectory.chat_form import ChatCompletion
-from streamrl.errors import TaskError
 
-OF_ANSWER = ("stream", "stream_options", "logprobs", "top_logprobs", "return_token_ids")
-"""What a request says of the form of its answer."""
+NAMES = ("messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "train", *SAMPLING)
 
 
 def _options(body: Body, session: Session) -> dict[str, Any]:
-    if not isinstance(body.get("messages"), list):
-        raise TaskError(f"messages is {body.get('messages')!r:.60}: give a list of messages")
-    if body.get("top_logprobs"):
-        raise TaskError(f"top_logprobs={body['top_logprobs']!r:.20}: take 0, only sampled tokens have log-probs here")
-    return {name: value for name, value in body.items() if name not in OF_ANSWER}
+    return picked(body, {name: name for name in NAMES})
 
 
 def _answer(completion: ChatCompletion, body: Body, session: Session) -> dict[str, Any]:
@@ -32,10 +27,9 @@ def _answer(completion: ChatCompletion, body: Body, session: Session) -> dict[st
         del found["prompt_token_ids"], choice["token_ids"]
     choice["logprobs"] = None
     if body.get("logprobs"):
-        texts = [session.client.tokenizer.decode([one]) for one in token_ids]
         choice["logprobs"] = {"content": [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in zip(texts, logprobs, strict=True)
+            {"token": said.decode(errors="replace"), "logprob": logprob, "bytes": list(said), "top_logprobs": []}
+            for said, logprob in zip(map(session.client.token_bytes, token_ids), logprobs, strict=True)
         ]}
     return {"created": 0, "model": body.get("model") or "policy", **found}
 
@@ -58,4 +52,4 @@ def _events(whole: Mapping[str, Any], body: Body) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-CHAT = Form(_options, _answer, _events)
+CHAT = Form(ChatFields, _options, _answer, _events)

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from actors.endpoint.access import ApiError, body_of, is_admin, session_of
+from actors.endpoint.access import ApiError, is_admin, object_of, session_of
 from actors.endpoint.sessions import Session, Sessions
 from envs.reward_values import as_step
 from streamrl.errors import TaskError
@@ -24,7 +24,7 @@ DEFAULT_WAIT_S, MAX_WAIT_S = 30.0, 600.0
 
 
 async def take_reward(sessions: Sessions, request: web.Request) -> web.StreamResponse:
-    session, (given, _) = session_of(sessions, request), await body_of(request)
+    session, given = session_of(sessions, request), await object_of(request)
     if not session.recorded:
         raise ApiError(404, "invalid_request", "nothing is trained here: leave the reward out")
     try:
@@ -51,7 +51,7 @@ class Control:
             raise ApiError(401, "invalid_api_key", "set the key of actors.endpoint.admin_key_env")
         wait_s = (await _optional_body(request)).get("wait_s", DEFAULT_WAIT_S)
         if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_WAIT_S:
-            raise ApiError(400, "invalid_request", f"wait_s={wait_s!r:.20}: give seconds from 0 to {MAX_WAIT_S:g}")
+            raise ApiError(400, "invalid_request", f"wait_s={str(wait_s):.20}: give seconds from 0 to {MAX_WAIT_S:g}")
         try:
             session = await self._sessions.take(wait_s, lambda: request.transport is None)
         except TimeoutError as error:
@@ -69,11 +69,13 @@ class Control:
         return web.json_response({"sequences": session_of(self._sessions, request).client.trace()})
 
     async def end(self, request: web.Request) -> web.StreamResponse:
-        session, failed = session_of(self._sessions, request), (await _optional_body(request)).get("failed", "")
+        session, failed = session_of(self._sessions, request), (await _optional_body(request)).get("failed") or ""
+        if not isinstance(failed, str):
+            raise ApiError(400, "invalid_request", f"failed={failed!r:.40}: say in a text why, or leave it out")
         if session.ended is None:
             raise ApiError(409, "invalid_request", "this session ends with its agent: leave it")
         if not session.ended.done():
-            session.ended.set_result(str(failed))
+            session.ended.set_result(failed)
         return web.json_response({})
 
 
@@ -86,4 +88,4 @@ def _shown(session: Session) -> dict[str, Any]:
 
 
 async def _optional_body(request: web.Request) -> dict[str, Any]:
-    return (await body_of(request))[0] if request.can_read_body else {}
+    return await object_of(request) if request.can_read_body else {}

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
+
 from actors.endpoint.sessions import Session
 from actors.trajectory.chat_form import ChatCompletion
 from streamrl.errors import TaskError
@@ -20,24 +22,21 @@ class Form:
     """Translation of one API's requests and answers.
 
     Attributes:
+        fields: the table of its requests.
         options: of `Chat.create`; raises TaskError for what is not served.
         answer: the whole answer as JSON.
         events: the whole answer as server-sent events; None: the API does not stream.
     """
 
+    fields: type[Struct]
     options: Callable[[Body, Session], dict[str, Any]]
     answer: Callable[[ChatCompletion, Body, Session], dict[str, Any]]
     events: Callable[[Mapping[str, Any], Body], Iterator[bytes]] | None
 
 
-def picked(body: Body, names: Mapping[str, str], ignored: tuple[str, ...], route: str) -> dict[str, Any]:
-    """The fields of a request under their names in `Chat.create`. Raises TaskError for any that is not known."""
-    unknown = sorted(
-        name for name, value in body.items() if value is not None and name not in names and name not in ignored
-    )
-    if unknown:
-        raise TaskError(f"{route} does not take {', '.join(unknown)}: it takes {', '.join(names)}")
-    return {names[name]: value for name, value in body.items() if name in names and value is not None}
+def picked(body: Body, names: Mapping[str, str]) -> dict[str, Any]:
+    """These fields of a request under their names in `Chat.create`."""
+    return {names[name]: value for name, value in body.items() if name in names}
 
 
 def text_of(content: Any, kinds: tuple[str, ...] = ("text",)) -> str:
@@ -45,7 +44,7 @@ def text_of(content: Any, kinds: tuple[str, ...] = ("text",)) -> str:
     if isinstance(content, str):
         return content
     for part in content:
-        if part.get("type") not in kinds:
+        if part.get("type") not in kinds or not isinstance(part.get("text"), str):
             raise TaskError(f"a part of type {part.get('type')!r} cannot be read here: give parts of type {kinds[0]}")
     return "".join(part["text"] for part in content)
 

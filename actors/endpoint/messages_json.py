@@ -6,38 +6,29 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from actors.endpoint.fields import MessagesFields
 from actors.endpoint.form import SAMPLING, Body, Form, event, picked, text_of
 from actors.endpoint.sessions import Session
 from actors.trajectory.chat_form import ChatCompletion, before_calls
-from streamrl.errors import TaskError
 
 NAMES = {"max_tokens": "max_tokens", "stop_sequences": "stop", "train": "train", **{name: name for name in SAMPLING}}
-READ = ("messages", "system", "tools", "tool_choice", "stream", "output_config")
-IGNORED = ("model", "metadata", "service_tier", "thinking", "cache_control", "context_management", "user_profile_id")
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def options(body: Body, session: Session) -> dict[str, Any]:
     """Also of a request that only counts tokens."""
-    found = picked(body, NAMES, READ + IGNORED, "POST /v1/messages")
-    if (choice := body.get("tool_choice") or {"type": "auto"}).get("type") != "auto":
-        raise TaskError(f"tool_choice={choice!r:.60}: leave it out, here it can only be auto")
-    if "format" in (body.get("output_config") or {}):
-        raise TaskError("POST /v1/messages does not take output_config.format: ask for the form in words")
+    choice = (body.get("tool_choice") or {"type": "auto"})["type"]
+    found = {**picked(body, NAMES), "tool_choice": choice}
     return {**found, "messages": _messages(body), "tools": [_tool(one) for one in body.get("tools") or ()]}
 
 
 def _tool(one: Body) -> dict[str, Any]:
-    if one.get("type") not in (None, "custom"):
-        raise TaskError(f"the tool {one.get('type')!r} runs on Anthropic's servers: give tools with an input_schema")
-    shape = {"name": one["name"], "description": one.get("description", ""), "parameters": one["input_schema"]}
+    shape = {"name": one["name"], "description": one.get("description") or "", "parameters": one["input_schema"]}
     return {"type": "function", "function": shape}
 
 
 def _messages(body: Body) -> list[dict[str, Any]]:
     """Messages in the form of chat: every tool's result is one of its own, before what else the user says."""
-    if not isinstance(body.get("messages"), list):
-        raise TaskError(f"messages is {body.get('messages')!r:.60}: give a list of messages")
     system = text_of(body.get("system") or "")
     found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for one in body["messages"]:
@@ -55,10 +46,6 @@ def _messages(body: Body) -> list[dict[str, Any]]:
                         "role": "tool", "content": text_of(block.get("content") or ""),
                         "tool_call_id": block.get("tool_use_id"),
                     })
-                case "thinking" | "redacted_thinking":  # of another model
-                    pass
-                case kind:
-                    raise TaskError(f"a block of type {kind!r} cannot be read: give text, tool_use and tool_result")
         found += results
         if texts or calls or not results:
             found.append({"role": one["role"], "content": "".join(texts) or None, "tool_calls": calls})
@@ -71,7 +58,9 @@ def _answer(completion: ChatCompletion, body: Body, session: Session) -> dict[st
     if calls:
         text = before_calls(text)
     elif choice.finish_reason == "stop":
-        stop = next((one for one in body.get("stop_sequences") or () if one in text), None)
+        asked = body.get("stop_sequences") or ()
+        stops = [asked] if isinstance(asked, str) else asked
+        stop = next((one for one in stops if one and one in text), None)
     blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() or not calls else []
     blocks += [
         {"type": "tool_use", "id": call.id, "name": call.function.name, "input": json.loads(call.function.arguments)}
@@ -106,7 +95,7 @@ def _events(whole: Mapping[str, Any], body: Body) -> Iterator[bytes]:
     yield say("message_stop")
 
 
-MESSAGES = Form(options, _answer, _events)
+MESSAGES = Form(MessagesFields, options, _answer, _events)
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 
 

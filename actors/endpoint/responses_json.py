@@ -8,25 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from actors.endpoint.form import Body, Form, event, picked, text_of
+from actors.endpoint.fields import ResponsesFields
+from actors.endpoint.form import SAMPLING, Body, Form, event, picked, text_of
 from actors.endpoint.sessions import Session
 from actors.trajectory.chat_form import ChatCompletion, before_calls
 from streamrl.errors import TaskError
 
 NAMES = {
-    "max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "tool_choice": "tool_choice",
-    "train": "train",
+    "max_output_tokens": "max_tokens", "tool_choice": "tool_choice", "train": "train",
+    **{name: name for name in SAMPLING},
 }
-READ = ("input", "instructions", "previous_response_id", "tools", "stream", "text")
-IGNORED = (
-    "model", "metadata", "user", "store", "include", "reasoning", "truncation", "parallel_tool_calls", "service_tier",
-    "prompt_cache_key", "safety_identifier", "stream_options",
-)
 TEXTS = ("input_text", "output_text", "text")
 
 
 def _options(body: Body, session: Session) -> dict[str, Any]:
-    found = picked(body, NAMES, READ + IGNORED, "POST /v1/responses")
+    found = picked(body, NAMES)
     form = ((body.get("text") or {}).get("format") or {"type": "text"}).get("type")
     if form != "text":
         raise TaskError(f"POST /v1/responses does not take text.format={form}: ask for the form in words")
@@ -40,37 +36,35 @@ def _with_instructions(body: Body, messages: list[dict[str, Any]]) -> list[dict[
 
 
 def _tool(one: Body) -> dict[str, Any]:
-    if one.get("type") != "function":
-        raise TaskError(f"the tool {one.get('type')!r} runs on OpenAI's servers: give tools of type function")
     shape = {"name": one["name"], "description": one.get("description") or "", "parameters": one.get("parameters")}
     return {"type": "function", "function": shape}
 
 
 def _conversation(body: Body, session: Session) -> list[dict[str, Any]]:
     """The messages of the request in the form of chat, after those of the response that it goes on from."""
-    given, previous = body.get("input"), body.get("previous_response_id")
-    if previous is not None and previous not in session.conversations:
-        raise TaskError(f"previous_response_id={previous!r:.60} names no response of this session: give all messages")
-    found = [] if previous is None else list(session.conversations[previous])
+    given, previous = body["input"], body.get("previous_response_id")
+    before = [] if previous is None else session.conversations.get(previous)
+    if before is None:
+        raise TaskError(
+            f"previous_response_id={previous!r:.60} names no response that this session still has: give all messages"
+        )
+    found = list(before)
     if isinstance(given, str):
         return [*found, {"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise TaskError(f"input is {given!r:.60}: give a text or a list of items")
     for item in given:
         match item.get("type", "message"):
             case "message":
                 found.append({"role": item.get("role"), "content": text_of(item["content"], TEXTS)})
             case "function_call":
                 function = {"name": item["name"], "arguments": item["arguments"]}
-                _assistant(found).setdefault("tool_calls", []).append({"id": item["call_id"], "function": function})
+                message = _assistant(found)
+                message["tool_calls"] = [
+                    *message.get("tool_calls", ()), {"id": item["call_id"], "function": function}
+                ]
             case "function_call_output":
                 found.append({
                     "role": "tool", "content": text_of(item["output"], TEXTS), "tool_call_id": item.get("call_id"),
                 })
-            case "reasoning":  # of another model
-                pass
-            case kind:
-                raise TaskError(f"an item of type {kind!r} cannot be read: give message, function_call and its output")
     return found
 
 
@@ -78,6 +72,8 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """The message that a call belongs to: what the model said before it, if it did."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
+    else:
+        messages[-1] = dict(messages[-1])  # it may be one of an earlier response, which stays as it was
     return messages[-1]
 
 
@@ -145,4 +141,4 @@ def _events(whole: Mapping[str, Any], body: Body) -> Iterator[bytes]:
     yield say("incomplete" if whole["status"] == "incomplete" else "completed", response=whole)
 
 
-RESPONSES = Form(_options, _answer, _events)
+RESPONSES = Form(ResponsesFields, _options, _answer, _events)

@@ -15,31 +15,35 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import count
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from actors.endpoint.access import ApiError, agent_of, body_of, over, session_of
+from actors.endpoint.access import ApiError, agent_of, body_of, max_body_bytes, over, refused_by_name, session_of
 from actors.endpoint.chat_json import CHAT
 from actors.endpoint.control import Control, take_reward
-from actors.endpoint.form import Body, Form, ruled
+from actors.endpoint.form import Form, ruled
 from actors.endpoint.messages_json import MESSAGES, error_json
-from actors.endpoint.messages_json import options as message_options
+from actors.endpoint.reading import checked
 from actors.endpoint.responses_json import RESPONSES
-from actors.endpoint.sessions import Answer, Session, Sessions
+from actors.endpoint.sessions import Session, Sessions
 from actors.endpoint.tokens_json import TOKENS
+from actors.trajectory.off_loop import off_loop
 from actors.trajectory.rules import PromptTooLongError
+from streamrl.config.addresses import is_loopback
 from streamrl.errors import EngineError, EpisodeFullError, TaskError
 from streamrl.transport.peers import raise_descriptor_limit
 
+_log = logging.getLogger("streamrl.actor")
 FORMS = {
     "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES,
     "/inference/v1/generate": TOKENS,
 }
-MAX_BODY_BYTES = 16 << 20
-"""Of a request; the longest context of today's models is a tenth of it."""
 MAX_CONNECTING = 4096
 """Connections that wait to be accepted: all agents of an actor may start at once; one left out waits a second."""
 REPEATED = "x-stainless-retry-count"
@@ -47,16 +51,17 @@ REPEATED = "x-stainless-retry-count"
 
 
 async def serve(
-    sessions: Sessions, host: str, port: int, *, control: bool = False
+    sessions: Sessions, host: str, port: int, *, control: bool = False, keyless: bool = False
 ) -> tuple[web.AppRunner, int]:
     """Listen; returns what ends it (`cleanup`) and the port. Raises OSError for an address that cannot be had.
 
     Args:
         control: also serve what the administration key opens.
+        keyless: any key is taken, and so only programs of this machine are served.
     """
     raise_descriptor_limit()  # each connection is one
     server = _Server(sessions)
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+    app = web.Application(middlewares=[_errors, _own_machine] if keyless else [_errors])
     for prefix in ("", "/sessions/{session}"):
         app.add_routes([web.post(prefix + path, partial(server.ask, form)) for path, form in FORMS.items()])
         app.add_routes([
@@ -66,7 +71,7 @@ async def serve(
     if control:
         app.add_routes([web.post("/sessions/{session}/reward", partial(take_reward, sessions))])
         app.add_routes(Control(sessions).routes())
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+    runner = web.AppRunner(app, access_log=None, logger=_quiet(), handle_signals=False, shutdown_timeout=1.0)
     await runner.setup()
     site = web.TCPSite(runner, host, port, backlog=MAX_CONNECTING)
     try:
@@ -75,6 +80,22 @@ async def serve(
         await runner.cleanup()
         raise
     return runner, runner.addresses[0][1]
+
+
+def _quiet() -> logging.Logger:
+    """A logger for the library: what is no HTTP is counted, and has no traceback for each request."""
+    logger, seen = logging.getLogger("streamrl.actor.http"), count(1)
+
+    def filtered(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR:
+            return True
+        number, error = next(seen), record.exc_info[1] if record.exc_info else None
+        record.msg, record.args = f"HTTP failure {number}: {record.getMessage()}: {error!r:.200}", ()
+        record.exc_info = record.exc_text = None
+        return number & (number - 1) == 0  # the 1st, 2nd, 4th, 8th ...
+
+    logger.filters[:] = [filtered]
+    return logger
 
 
 @web.middleware
@@ -88,6 +109,11 @@ async def _errors(
         status, code, message = error.status, error.code, str(error)
     except web.HTTPException as error:
         status, code, message = error.status, "invalid_request", f"{request.method} {request.path}: {error.reason}"
+    except ConnectionError:  # its client has gone
+        raise
+    except Exception as error:
+        _log.exception("a request to %s failed", request.path)
+        status, code, message = 500, "internal_error", f"{type(error).__name__}: {error}"
     if "/v1/messages" in request.path:
         return web.json_response(error_json(status, code, message), status=status)
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -104,8 +130,8 @@ class _Server:
         return web.json_response({"object": "list", "data": [one]})
 
     async def ask(self, form: Form, request: web.Request) -> web.StreamResponse:
-        session, (body, raw) = session_of(self._sessions, request), await body_of(request)
-        options = _options(form.options, body, session)
+        session = session_of(self._sessions, request)
+        raw, body, unknown, options = await self._read(form, session, request)
         if not session.recorded:
             options["train"] = False
         if agent := agent_of(request):
@@ -114,9 +140,12 @@ class _Server:
         marked = request.headers.get(REPEATED, "0") != "0"
         asked = f"{request.path} {agent}".encode() + raw
         answer = session.ask(asked, options, partial(_gone, request), marked=marked)
-        whole = form.answer(await _awaited(session, answer), body, session)
+        del raw, asked, options  # it may wait for long, and the largest are many megabytes
+        # The generation goes on if this request ends, for the one that repeats it.
+        whole = form.answer(await _awaited(session, asyncio.shield(answer.task)), body, session)
         streams = form.events is not None and body.get("stream")
-        response = web.StreamResponse(headers={"X-Streamrl-Sampling": ", ".join(changed)} if changed else None)
+        told = {"X-Streamrl-Sampling": ", ".join(changed), "X-Streamrl-Ignored": _header(unknown)}
+        response = web.StreamResponse(headers={name: text for name, text in told.items() if text})
         response.content_type = "text/event-stream" if streams else "application/json"
         # Sent here, and not by the library, to know that it was.
         await response.prepare(request)
@@ -128,10 +157,23 @@ class _Server:
 
     async def count(self, request: web.Request) -> web.StreamResponse:
         """The tokens of a prompt, by the count of Anthropic's; it is not recorded."""
-        session, (body, _) = session_of(self._sessions, request), await body_of(request)
-        options = _options(message_options, body, session)
-        count = _options(lambda *_: session.client.count(options["messages"], options["tools"]), body, session)
+        session = session_of(self._sessions, request)
+        _, _, _, options = await self._read(MESSAGES, session, request)
+        count = await _awaited(session, session.client.count(options["messages"], options["tools"]))
         return web.json_response({"input_tokens": count})
+
+    async def _read(
+        self, form: Form, session: Session, request: web.Request
+    ) -> tuple[bytes, dict[str, Any], list[str], dict[str, Any]]:
+        """A body, its fields, the names of those that are not known, and the options of `Chat.create`."""
+        raw = await body_of(request, max_body_bytes(session.client.max_tokens))
+        route = f"{request.method} {request.path}"
+
+        def read() -> tuple[bytes, dict[str, Any], list[str], dict[str, Any]]:
+            body, unknown = checked(raw, form.fields, route)
+            return raw, body, unknown, form.options(body, session)
+
+        return await off_loop(len(raw), partial(refused_by_name, read))
 
 
 def _gone(request: web.Request) -> bool:
@@ -139,22 +181,39 @@ def _gone(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
 
 
-def _options(translate: Callable[[Body, Session], Any], body: Body, session: Session) -> Any:
-    """The request in the form of chat; what is not served is refused by name."""
-    try:
-        return translate(body, session)
-    except TaskError as error:
-        raise ApiError(400, "invalid_request", str(error)) from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+def _header(names: list[str]) -> str:
+    """Names as the value of a header."""
+    return ", ".join("".join(c if c.isprintable() and c.isascii() else "?" for c in name[:40]) for name in names[:20])
+
+
+@web.middleware
+async def _own_machine(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Refuses what a page of another site can send from this machine: its own Host, its Origin, a simple body."""
+    named = [request.headers.get("Host", ""), *(urlsplit(one).netloc for one in request.headers.getall("Origin", ()))]
+    if not all(map(_is_local, named)):
         raise ApiError(
-            400, "invalid_request", f"the body cannot be read, see the form of this API: {type(error).__name__} {error}"
-        ) from error
+            403, "foreign_origin", "without a key only programs of this machine are served, by the name localhost or a "
+            "loopback address: take --api-key to serve others"
+        )
+    if request.body_exists and request.content_type != "application/json":
+        raise ApiError(
+            415, "invalid_request", f"the body is {request.content_type}: set Content-Type: application/json"
+        )
+    return await handler(request)
 
 
-async def _awaited(session: Session, answer: Answer) -> Any:
-    """The completion; the generation goes on if this request ends, for the one that repeats it."""
+def _is_local(netloc: str) -> bool:
+    """Whether HOST or HOST:PORT is this machine's loopback."""
+    host = netloc if netloc.endswith("]") or ":" not in netloc else netloc.rpartition(":")[0]
+    return is_loopback(f"tcp://{host.lower()}:0")
+
+
+async def _awaited(session: Session, answer: Awaitable[Any]) -> Any:
+    """The answer of the client; what it raises is told by its kind."""
     try:
-        return await asyncio.shield(answer.task)
+        return await answer
     except EpisodeFullError as error:
         raise ApiError(400, "episode_full", str(error)) from error
     except PromptTooLongError as error:

@@ -18,6 +18,7 @@ from typing import Any
 
 from actors.trajectory.chat_form import ChatCompletion
 from actors.trajectory.client import Client
+from actors.trajectory.kept import Kept
 from envs.rewards.thoughts import TAIL, heard
 from streamrl.environment import AgentSession, Record
 from streamrl.errors import TaskError
@@ -26,8 +27,8 @@ MAX_ENDED_KEYS = 10_000
 """Keys and names of sessions that are over, kept to tell them from wrong ones."""
 HEARTBEAT_S = 5.0
 """While an episode waits for a program outside, its lease is told to be alive."""
-MAX_KEPT = 1000
-"""Calls whose answers a session keeps, the last ones."""
+BYTES_PER_TOKEN = 100
+"""About what a kept answer takes for each token of it and of its prompt: ids and log-probs are objects."""
 
 
 @dataclass(slots=True)
@@ -59,19 +60,28 @@ class Session(AgentSession):
     record: Record = field(default_factory=dict)
     ended: asyncio.Future[str] | None = None
     over: bool = False
-    answers: dict[bytes, Answer] = field(default_factory=dict)
-    conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    asked: dict[bytes, Answer] = field(default_factory=dict)  # calls that are under way
+    answers: Kept[bytes, Answer] = field(default_factory=Kept)
+    conversations: Kept[str, list[dict[str, Any]]] = field(default_factory=Kept)
 
     def ask(self, body: bytes, options: Mapping[str, Any], gone: Callable[[], bool], *, marked: bool) -> Answer:
         """The answer to this call, which may be one that is under way or was lost; `marked`: a repetition, it says."""
         digest = hashlib.blake2b(body, digest_size=16).digest()
-        known = self.answers.get(digest)
+        known = self.asked.get(digest) or self.answers.get(digest)
         if known is None or not known.repeated(marked=marked):
             known = Answer(asyncio.ensure_future(self._create(options)), gone)
-            self.answers[digest] = known
-            _trim(self.answers)
+            self.asked[digest] = known
+            known.task.add_done_callback(lambda task: self._keep(digest, known))
         known.gone, known.delivered = gone, False
         return known
+
+    def _keep(self, digest: bytes, answer: Answer) -> None:
+        """Keep the answer of a call for one that repeats it; a call that failed leaves nothing."""
+        if self.asked.get(digest) is answer:
+            del self.asked[digest]
+        if not answer.task.cancelled() and answer.task.exception() is None:
+            usage = answer.task.result().usage
+            self.answers.put(digest, answer, BYTES_PER_TOKEN * usage["total_tokens"])
 
     async def _create(self, options: Mapping[str, Any]) -> ChatCompletion:
         completion = await self.client.chat.create(**options)
@@ -92,22 +102,17 @@ class Session(AgentSession):
 
     def remember(self, response: str, conversation: list[dict[str, Any]]) -> None:
         """Keep the conversation up to an answer, for a call that goes on from it by name."""
-        self.conversations[response] = conversation
-        _trim(self.conversations)
+        size = sum(len(str(one["content"])) + len(str(one.get("tool_calls", ""))) for one in conversation)
+        self.conversations.put(response, conversation, size)
 
     def end(self) -> None:
         self.over, self.full = True, self.client.full
-        for one in self.answers.values():
+        for one in self.asked.values():
             one.task.cancel()
 
 
 def same_key(given: str, key: str) -> bool:
     return secrets.compare_digest(given.encode(errors="surrogateescape"), key.encode())
-
-
-def _trim(kept: dict[Any, Any]) -> None:
-    if len(kept) > MAX_KEPT:
-        del kept[next(iter(kept))]
 
 
 class Offers:

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from actors.endpoint.fields import TokensFields
 from actors.endpoint.form import SAMPLING, Body, Form, picked
 from actors.endpoint.sessions import Session
 from actors.trajectory.chat_form import ChatCompletion
 from streamrl.errors import TaskError
 
 ROUTE = "POST /inference/v1/generate"
-READ = ("token_ids", "sampling_params", "stream", "train")
-IGNORED = ("model", "request_id", "cache_salt", "priority", "return_token_ids")
-NAMES = {name: name for name in ("max_tokens", "stop", "n", *SAMPLING)}
-IGNORED_SAMPLING = ("stop_token_ids", "logprobs", "skip_special_tokens", "spaces_between_special_tokens", "seed",
-                    "include_stop_str_in_output", "detokenize")
+NAMES = {name: name for name in ("max_tokens", "stop", *SAMPLING)}
 
 
 def _options(body: Body, session: Session) -> dict[str, Any]:
-    picked(body, {}, READ + IGNORED, ROUTE)
-    if body.get("stream"):
-        raise TaskError(f"{ROUTE} does not take stream=true: leave it out")
-    params = body.get("sampling_params") or {}
-    found = picked(params, NAMES, IGNORED_SAMPLING, f"{ROUTE}: sampling_params")
-    tokenizer, ids = session.client.tokenizer, body.get("token_ids")
-    known = range(len(tokenizer))
-    if not isinstance(ids, list) or not ids or not all(type(one) is int and one in known for one in ids):
-        raise TaskError(f"token_ids is {ids!r:.60}: give a list of ids from 0 to {len(tokenizer) - 1}")
+    params, ids, largest = body.get("sampling_params") or {}, body["token_ids"], session.client.vocab_size - 1
+    if max(ids) > largest:
+        raise TaskError(f"token_ids holds {max(ids)}: give a list of ids from 0 to {largest}")
+    found = picked(params, NAMES)
     stop = found.pop("stop", None) or []
     stops = [stop] if isinstance(stop, str) else list(stop)
-    # The end of a sequence ends it anyway, and the engine knows other ends as texts.
-    stops += [
-        tokenizer.decode([one]) for one in params.get("stop_token_ids") or () if one != tokenizer.eos_token_id
-    ]
+    stops += _texts_of(params.get("stop_token_ids") or (), session)
     train = {} if body.get("train") is None else {"train": body["train"]}
     return {**found, **train, "messages": ids, "stop": stops}
+
+
+def _texts_of(ids: Sequence[int], session: Session) -> Iterator[str]:
+    """Stop tokens as the texts by which the engine knows them; the end of a sequence ends it anyway."""
+    tokenizer = session.client.tokenizer
+    for one in ids:
+        text = tokenizer.decode([one]) if one < len(tokenizer) else ""
+        if not text or "\ufffd" in text:
+            raise TaskError(f"stop_token_ids holds {one}, which is no text of its own: give ids of whole characters")
+        if one != tokenizer.eos_token_id:
+            yield text
 
 
 def _answer(completion: ChatCompletion, body: Body, session: Session) -> dict[str, Any]:
@@ -51,4 +52,4 @@ def _answer(completion: ChatCompletion, body: Body, session: Session) -> dict[st
     }
 
 
-TOKENS = Form(_options, _answer, events=None)
+TOKENS = Form(TokensFields, _options, _answer, events=None)

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from streamrl.errors import EngineError
+from streamrl.errors import RequestError
 from streamrl.messages import Sampling, VersionRef
 
 
@@ -146,13 +146,18 @@ class Engine(Protocol):
 
     name: str
     max_num_seqs: int  # sequences that run at once
-    # `returns_sets = True` (may be left out): `Generation.sets` of top-p, top-k and min-p, which training needs.
+    # May be left out: `returns_sets = True`, `Generation.sets` of top-p, top-k and min-p, which training needs, and
+    # `vocab_size`, below which all ids of a prompt must be; without it that is the tokenizer's length.
 
     @property
     def installed(self) -> VersionRef | None: ...
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Run one sequence to its end, after the first install. Cancelling aborts it. Raises EngineError."""
+        """Run one sequence to its end, after the first install. Cancelling aborts it.
+
+        Raises:
+            RequestError: this request cannot be served, by any engine like this. EngineError: the engine failed.
+        """
         ...
 
     async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
@@ -210,30 +215,40 @@ class ExposesWeights(Protocol):
 EngineFactory = Callable[[EngineSpec], Engine]
 
 
+LARGEST_TOP_K = (1 << 31) - 1
+LOWEST_TEMPERATURE = 1e-6
+"""But for 0: logits divided by less are no longer finite in float32."""
+
+
 def check_request(request: GenerateRequest, max_tokens: int, vocab_size: int) -> None:
-    """Raise EngineError for a request that cannot be generated within `max_tokens`."""
+    """Raise RequestError for a request that cannot be generated within `max_tokens`."""
     check_sampling(request.sampling)
     num_prompt = len(request.prompt_ids)
     if num_prompt < 1 or request.max_new_tokens < 1:
-        raise EngineError(f"a request needs a prompt and room: {num_prompt} tokens, {request.max_new_tokens} new")
+        raise RequestError(f"a request needs a prompt and room: {num_prompt} tokens, {request.max_new_tokens} new")
     if num_prompt + request.max_new_tokens > max_tokens:
-        raise EngineError(
+        raise RequestError(
             f"prompt of {num_prompt} tokens and max_new_tokens={request.max_new_tokens} exceed the engine's "
             f"max_tokens={max_tokens}: shorten one or build the engine with more"
         )
     if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
-        raise EngineError(f"a prompt token lies outside the vocabulary of {vocab_size}")
+        raise RequestError(f"a prompt token lies outside the vocabulary of {vocab_size}")
     if not all(request.stop):
-        raise EngineError("an empty stop string would end every sequence at once")
+        raise RequestError("an empty stop string would end every sequence at once")
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise EngineError for what is no distribution."""
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
-        raise EngineError(f"temperature={sampling.temperature} must be finite and at least 0 (0 is greedy)")
+    """Raise RequestError for what is no distribution, or cannot be computed."""
+    temperature = sampling.temperature
+    if temperature != 0.0 and not (math.isfinite(temperature) and temperature >= LOWEST_TEMPERATURE):
+        raise RequestError(
+            f"temperature={temperature} must be 0, which is greedy, or finite and at least {LOWEST_TEMPERATURE}"
+        )
     if not 0.0 < sampling.top_p <= 1.0:
-        raise EngineError(f"top_p={sampling.top_p} must be in (0, 1] (1 keeps everything)")
+        raise RequestError(f"top_p={sampling.top_p} must be in (0, 1] (1 keeps everything)")
     if not 0.0 <= sampling.min_p <= 1.0:
-        raise EngineError(f"min_p={sampling.min_p} must be in [0, 1] (0 keeps everything)")
-    if sampling.top_k < -1:
-        raise EngineError(f"top_k={sampling.top_k} must be positive, or -1 or 0 to keep everything")
+        raise RequestError(f"min_p={sampling.min_p} must be in [0, 1] (0 keeps everything)")
+    if not -1 <= sampling.top_k <= LARGEST_TOP_K:
+        raise RequestError(
+            f"top_k={sampling.top_k} must be positive and at most {LARGEST_TOP_K}, or -1 or 0 to keep everything"
+        )

@@ -5,10 +5,11 @@ as runs/quickstart-001@40, or a Hugging Face checkpoint. In the forms of OpenAI 
 (messages) and vLLM (token ids in and out):
 
   streamrl serve runs/quickstart-001 --port 8000
-  curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "hello"}]}'
+  curl http://127.0.0.1:8000/v1/chat/completions --json '{"messages": [{"role": "user", "content": "hello"}]}'
 
-Without --api-key, or STREAMRL_API_KEY in the environment, this machine alone may connect and every key is taken; with
-another --host a key is made and printed. Ctrl-C ends it.
+Without --api-key, or STREAMRL_API_KEY in the environment, programs of this machine alone are served, by the name
+localhost or a loopback address, and every key is taken; with another --host a key is made and printed. Ctrl-C ends it,
+and so does an engine that is dead, with status 2.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.endpoint.server import serve
 from actors.endpoint.sessions import Session, Sessions, same_key
+from actors.engines.base import Engine, GenerateRequest
 from actors.local_policy import LocalPolicy, local_config, open_policy, sampling_message
 from actors.settings import episode_rules
 from actors.trajectory.chat_form import ChatCompletion
@@ -38,6 +40,9 @@ from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.rules import eval_sampling
 from streamrl.config.schema import SamplingConfig
 from streamrl.errors import ConfigError, EpisodeFullError
+from streamrl.messages import Sampling
+
+DEATH_CHECK_S = 0.5
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -98,7 +103,7 @@ async def run(source: str, words: Sequence[str], host: str, port: int, key: str 
         rules = episode_rules(config, sampling, trains=False)
         sessions = served(policy, sampling, rules, longest_sequence(config), key)
         try:
-            runner, port = await serve(sessions, host.strip("[]"), port)
+            runner, port = await serve(sessions, host.strip("[]"), port, keyless=key is None)
         except OSError as error:
             raise ConfigError(f"--host {host} --port {port} cannot be had, take --port 0: {error}") from error
         ended = asyncio.Event()
@@ -106,11 +111,22 @@ async def run(source: str, words: Sequence[str], host: str, port: int, key: str 
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
         print(f"serving {source} at http://{in_url(host)}:{port}/v1", flush=True)
         print(f"for Anthropic's clients http://{in_url(host)}:{port}; Ctrl-C ends it", file=sys.stderr, flush=True)
-        await ended.wait()
-        await runner.cleanup()
+        try:
+            await _until_dead(policy.engine, ended)
+        finally:
+            await runner.cleanup()
     finally:
         await policy.engine.close()
     return 0
+
+
+async def _until_dead(engine: Engine, ended: asyncio.Event) -> None:
+    """Return once `ended` is set. Raises the engine's own EngineError if it is dead before: it would serve nothing."""
+    while not ended.is_set():
+        if engine.stats().extra.get("dead"):
+            await engine.generate(GenerateRequest(prompt_ids=[0], sampling=Sampling(), max_new_tokens=1, seed=0))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), DEATH_CHECK_S)
 
 
 def main(words: Sequence[str]) -> int:

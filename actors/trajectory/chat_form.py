@@ -7,22 +7,26 @@ in a later call, it is read as the text that the model wrote, so that the sequen
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from actors.trajectory.kept import Kept
 from envs.data.chat_template import call_text, is_whole_call
 from envs.rewards.thoughts import spoken, spoken_from
 from envs.tools.parsing import ToolCall as ParsedCall
 from envs.tools.parsing import parse_json, parse_tags
 from streamrl.environment import ROLES, ChatMessage, Generated
-from streamrl.errors import TaskError
+from streamrl.errors import RequestError, TaskError
 
 PASSED = ("temperature", "top_p", "top_k", "min_p", "stop", "train", "agent")
 IGNORED = ("model", "user", "metadata", "timeout", "parallel_tool_calls", "store", "seed", "service_tier")
 """Of a server; they mean nothing here."""
-ONLY = {"n": 1, "stream": False, "tool_choice": "auto", "frequency_penalty": 0, "presence_penalty": 0}
-"""Options that can only have one value."""
+ONLY: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("auto", "none"), "n": (1,), "stream": (False,), "frequency_penalty": (0,), "presence_penalty": (0,),
+    "logit_bias": ({},), "response_format": ({"type": "text"},), "logprobs": (False,), "top_logprobs": (0,),
+}
+"""Options that must ask for what is done without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +77,11 @@ class Chat:
     """`chat.completions.create`.
 
     Attributes:
-        texts: what the model wrote, by the id of a tool call in it.
+        texts: what the model wrote where it called tools.
     """
 
     def __init__(self, client: Generates) -> None:
-        self.texts: dict[str, str] = {}
+        self.texts = Written()
         self._client = client
         self._num_calls = self._num_completions = 0
 
@@ -89,19 +93,21 @@ class Chat:
         """One answer to a conversation. Raises TaskError for an option that is not served, and as `generate` does."""
         given = {key: value for key, value in options.items() if value is not None and key not in IGNORED}
         limits = [given.pop(key) for key in ("max_tokens", "max_completion_tokens") if key in given]
-        for key, only in ONLY.items():
-            if given.pop(key, only) != only:
-                raise TaskError(f"the call got {key}={options[key]!r}: here it can only be {only!r}")
+        called = bool(tools) and given.get("tool_choice") != "none"
+        for key, allowed in ONLY.items():
+            if given.pop(key, allowed[0]) not in allowed:
+                raise RequestError(
+                    f"the call got {key}={options[key]!r:.60}: here it can only be {' or '.join(map(repr, allowed))}"
+                )
         unknown = sorted(set(given) - set(PASSED))
         if unknown:
-            raise TaskError(
+            raise RequestError(
                 f"the call does not take {', '.join(unknown)}: it takes messages, tools, max_tokens, "
                 f"{', '.join(PASSED)}"
             )
-        answer = await self._client.generate(
-            messages, tools=list(tools or ()), max_new_tokens=min(limits, default=None), **given
-        )
-        calls = self._calls(answer.text, tools) if tools else []
+        limit = min(limits, default=None) if all(isinstance(one, int) for one in limits) else limits[0]
+        answer = await self._client.generate(messages, tools=list(tools or ()), max_new_tokens=limit, **given)
+        calls = self._calls(answer.text, tools) if called else []
         self._num_completions += 1
         finish = "tool_calls" if calls else answer.finish if answer.finish == "length" else "stop"
         message = Message(answer.text, tool_calls=calls or None)
@@ -115,12 +121,55 @@ class Chat:
     def _calls(self, text: str, tools: Sequence[Any]) -> list[ToolCall]:
         """Calls that can be read; what is none stays text."""
         found = []
+        for name, arguments in _read_calls(text, tools):
+            self._num_calls += 1
+            found.append(ToolCall(f"call-{self._num_calls}", FunctionCall(name, arguments)))
+        self.texts.add(text, found)
+        return found
+
+
+Calls = list[tuple[Any, Any]]  # name, and arguments as JSON
+
+
+class Written:
+    """Texts of the model that call tools: by what they say, and by the ids that their calls were given."""
+
+    def __init__(self) -> None:
+        self._texts: Kept[tuple[str, str], str] = Kept()
+
+    def add(self, text: str, calls: Sequence[ToolCall]) -> None:
+        said = _canonical((call.function.name, call.function.arguments) for call in calls)
+        for key in (before_calls(text).strip(), *(call.id for call in calls)) if calls else ():
+            self._texts.put((key, said), text, len(text) + len(said))
+
+    def text_of(self, content: str, ids: Sequence[Any], calls: Calls) -> str | None:
+        """The text that a message repeats: clients give calls other ids, or other words before them."""
+        said = _canonical(calls)
+        keys = [one for one in ids if isinstance(one, str)] + [before_calls(content).strip()]
+        return next((text for key in keys if (text := self._texts.get((key, said))) is not None), None)
+
+
+def _read_calls(text: str, tools: Sequence[Any]) -> Calls:
+    """The calls in a text that are JSON."""
+    found = []
+    try:
         for call in parse_tags(spoken(text), tools) or parse_json(spoken(text), tools):
             if isinstance(call, ParsedCall):
-                self._num_calls += 1
-                found.append(ToolCall(f"call-{self._num_calls}", FunctionCall(call.name, json.dumps(call.arguments))))
-        self.texts |= {call.id: text for call in found}
-        return found
+                found.append((call.name, json.dumps(call.arguments, allow_nan=False)))
+    except (ValueError, RecursionError):  # NaN, or nested without end
+        return []
+    return found
+
+
+def _canonical(calls: Iterable[tuple[str, str]]) -> str:
+    """Equal for equal calls, however their JSON is written."""
+    written = []
+    for name, arguments in calls:
+        try:
+            written.append([name, json.loads(arguments)])
+        except (ValueError, RecursionError):
+            written.append([name, arguments])
+    return json.dumps(written, sort_keys=True)
 
 
 def before_calls(text: str) -> str:
@@ -130,41 +179,57 @@ def before_calls(text: str) -> str:
     return text[: min((place for place in marks if place >= 0), default=start)]
 
 
-def as_messages(messages: Sequence[Any], texts: Mapping[str, str], *, writes_calls: bool = False) -> list[ChatMessage]:
+def as_messages(
+    messages: Sequence[Any], texts: Written, tools: Sequence[Any] = (), *, writes_calls: bool = False
+) -> list[ChatMessage]:
     """Messages in any of their forms. Raises TaskError for one that is none.
 
     Args:
-        texts: what the model wrote, by the id of a tool call in it.
+        texts: what the model wrote where it called tools.
+        tools: by which calls in a text are read.
         writes_calls: the chat template writes calls of tools; else they are written as text here.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
         raise TaskError(
             f"the client got the prompt {messages!r:.60}: give a list of messages, a text, or a list of token ids"
         )
-    return [_message(one, texts, writes_calls) for one in messages]
+    return [_message(one, texts, tools, writes_calls) for one in messages]
 
 
-def _message(one: Any, texts: Mapping[str, str], writes_calls: bool) -> ChatMessage:
+def _message(one: Any, texts: Written, tools: Sequence[Any], writes_calls: bool) -> ChatMessage:
     fields = _fields(one, ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"))
     calls = [_fields(call, ("id", "type", "function", "name", "arguments")) for call in fields.get("tool_calls") or ()]
     for call in calls:
         if "function" in call:
             call["function"] = _fields(call["function"], ("name", "arguments"))
     fields["tool_calls"] = calls
-    own = next((texts[call["id"]] for call in calls if call.get("id") in texts), None)
     try:
-        if own is not None:
-            fields |= {"content": own, "tool_calls": None}
-        elif calls and not (writes_calls and all(map(is_whole_call, calls))):
+        if calls:
+            ChatMessage.of({**fields, "content": ""})  # its calls are some
             said = ChatMessage.of({**fields, "content": fields.get("content") or "", "tool_calls": None}).content
-            fields |= {"content": "\n".join(filter(None, [said, *map(call_text, calls)])), "tool_calls": None}
-        elif not calls:
+            if (own := _own(said, calls, texts, tools)) is not None:
+                fields |= {"content": own, "tool_calls": None}
+            elif not (writes_calls and all(map(is_whole_call, calls))):
+                fields |= {"content": "\n".join(filter(None, [said, *map(call_text, calls)])), "tool_calls": None}
+        else:
             fields["content"] = fields.get("content") or ""
         return ChatMessage.of(fields)
     except TaskError as error:
         raise TaskError(
             f"the client got a message that {error}; a message has a role of {', '.join(ROLES)}, and a text as content"
         ) from error
+
+
+def _own(content: str, calls: Sequence[Mapping[str, Any]], texts: Written, tools: Sequence[Any]) -> str | None:
+    """The text with these calls that the model wrote here, or that the message has already; each stands once."""
+    inner = [call.get("function", call) for call in calls]
+    given = [
+        (one.get("name"), arguments if isinstance(arguments := one.get("arguments"), str) else json.dumps(arguments))
+        for one in inner
+    ]
+    if (text := texts.text_of(content, [call.get("id") for call in calls], given)) is not None:
+        return text
+    return content if _canonical(_read_calls(content, tools)) == _canonical(given) else None
 
 
 def _fields(one: Any, names: Sequence[str]) -> dict[str, Any]:

@@ -11,18 +11,27 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
-from actors.engines.base import Engine
-from actors.render import Renderer, Tools
+import msgspec
+
+from actors.engines.base import Engine, check_sampling
+from actors.render import SHORT_TOKEN_CHARS, Renderer, Tools
 from actors.trajectory.chat_form import Chat, as_messages
 from actors.trajectory.conversation import ENVIRONMENT, note_rewriting
+from actors.trajectory.off_loop import SMALL, off_loop
 from actors.trajectory.rules import EpisodeRules, PromptTooLongError
-from actors.trajectory.texts import Texts
+from actors.trajectory.texts import Known, Texts, continued
 from actors.trajectory.transcript import Transcript
 from streamrl.environment import AgentSession, ChatMessage, Generated
-from streamrl.errors import EngineError, EpisodeFullError, TaskError
+from streamrl.errors import EngineError, EpisodeFullError, RequestError, TaskError
 from streamrl.messages import Sampling
+
+GREEDY_BELOW = 0.01
+"""A lower temperature of a call is 0: the engines go down to this."""
+MAX_STOPS, MAX_STOP_CHARS = 64, 1024
+_MESSAGE_CHARS = 100
+"""Work of rendering a message, in that of characters."""
 
 
 class Client:
@@ -75,6 +84,11 @@ class Client:
         return self._rules.max_tokens
 
     @property
+    def vocab_size(self) -> int:
+        """All ids of the model are below this; its embedding may be padded beyond the tokenizer's length."""
+        return getattr(self._engine, "vocab_size", None) or len(self.tokenizer)
+
+    @property
     def num_turns_left(self) -> int:
         return self._rules.max_turns - self._num_turns
 
@@ -90,14 +104,15 @@ class Client:
         """The model's next turn: see `streamrl.environment.GenerationClient`."""
         if self._closed:
             raise TaskError("this episode is over: a client serves the rollout that it was given to, until it returns")
-        distribution = self._distribution(sampling, train)
-        text, read = self._input(prompt, tools)
+        distribution, stops = self._distribution(sampling, train), _stops(stop)
         try:
+            text, read = await self._input(prompt, tools, train)
+            if read is None:
+                self._refuse_long(train)
             read, room = self._admitted(read, train, agent)
         except EpisodeFullError:
             await asyncio.sleep(0)  # a loop that asks again and again must come to its time limit
             raise
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         wanted = room if max_new_tokens is None else min(room, _count(max_new_tokens))
         request = self._rules.request(read, wanted, self._seed, self._num_turns, distribution, stops)
         self._num_turns += 1
@@ -119,9 +134,16 @@ class Client:
             self.finish = generation.finish
         return Generated(said, list(generation.token_ids), list(generation.logprobs), generation.finish, tuple(read))
 
-    def count(self, messages: Sequence[Any], tools: Tools = ()) -> int:
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, which may be part of a character."""
+        return self._renderer.token_bytes(token_id)
+
+    async def count(self, messages: Sequence[Any], tools: Tools = ()) -> int:
         """The tokens of an input, which the model does not read."""
-        return len(self._input(messages, tools)[1])
+        _, ids = await self._input(messages, tools, train=False)
+        if ids is None:
+            raise self._rules.too_long(f"more than {self._rules.max_tokens}")
+        return len(ids)
 
     def reward(self, value: float, turn: int = -1) -> None:
         """Reward a turn, by default the last one, in addition to the reward that the rollout returns at its end."""
@@ -162,17 +184,44 @@ class Client:
 
     # --- one call -----------------------------------------------------------------------------------------------
 
-    def _input(self, prompt: str | Sequence[Any], tools: Tools) -> tuple[str | None, list[int]]:
-        """The input as text, if it came as one or as messages, and as ids."""
+    async def _input(
+        self, prompt: str | Sequence[Any], tools: Tools, train: bool
+    ) -> tuple[str | None, list[int] | None]:
+        """The input as text, if it came as one or as messages, and as ids; None for more than can have room."""
         if not isinstance(prompt, str) and len(prompt) and all(isinstance(one, int) for one in prompt):
             return None, [int(one) for one in prompt]
-        whole = isinstance(prompt, str)
-        text = str(prompt) if whole else self._renderer.input_text(self._messages(prompt), tools)
-        ids = self._texts.ids_for(text)
-        return text, self._renderer.encode_input(text, whole=whole) if ids is None else ids
+        limit = self._rules.max_tokens
+        if not isinstance(prompt, str) and len(prompt) > limit:  # each has a token
+            return None, None
+        cut = train and not self._transcript.turns and self._rules.truncate_prompts
+        known = self._texts.known()
+        return await off_loop(_size(prompt, tools), lambda: self._rendered(prompt, tools, known, limit, cut))
 
-    def _messages(self, prompt: Sequence[Any]) -> list[ChatMessage]:
-        return as_messages(prompt, self.chat.texts, writes_calls=self._renderer.writes_calls)
+    def _refuse_long(self, train: bool) -> NoReturn:
+        """Refuse an input that is too long by its length alone, and was not tokenized whole."""
+        limit = self._rules.max_tokens
+        if train and not self._transcript.turns:
+            self.failure = self._rules.too_long(f"more than {limit}")
+            raise self.failure
+        self._raise_full(f"an input of more than {limit} tokens leaves no room: look at client.num_tokens_left")
+
+    def _rendered(
+        self, prompt: str | Sequence[Any], tools: Tools, known: list[Known], limit: int, cut: bool
+    ) -> tuple[str, list[int] | None]:
+        """The text of an input and its ids, None if there are too many; on any thread."""
+        whole, renderer = isinstance(prompt, str), self._renderer
+        text = str(prompt) if whole else renderer.input_text(self._messages(prompt, tools), tools)
+        ids, rest = continued(text, known)
+        if not cut and renderer.surely_over(rest, limit - len(ids)):
+            return text, None
+        if ids:
+            return text, [*ids, *renderer.follow(rest, last_token=ids[-1])]
+        if cut and len(rest) > limit * SHORT_TOKEN_CHARS:
+            rest = rest[-limit * renderer.longest_token :]
+        return text, renderer.encode_input(rest, whole=whole)
+
+    def _messages(self, prompt: Sequence[Any], tools: Tools) -> list[ChatMessage]:
+        return as_messages(prompt, self.chat.texts, tools, writes_calls=self._renderer.writes_calls)
 
     def _admitted(self, read: list[int], train: bool, agent: str) -> tuple[list[int], int]:
         """The input, cut if it may be, and the new tokens that the turn may have."""
@@ -195,7 +244,7 @@ class Client:
             )
         return read, room
 
-    def _raise_full(self, why: str) -> None:
+    def _raise_full(self, why: str) -> NoReturn:
         self.full = f"{why}, and return the reward of what there is"
         raise EpisodeFullError(self.full)
 
@@ -217,11 +266,53 @@ class Client:
                 "not trained on"
             )
         chosen = {key: self.sampling[key] for key in known} | other
-        temperature, top_p, top_k, min_p = chosen.values()
-        return Sampling(float(temperature), float(top_p), int(top_k), float(min_p))
+        temperature, top_p, min_p = (_number(key, chosen[key]) for key in ("temperature", "top_p", "min_p"))
+        top_k = chosen["top_k"]
+        if not isinstance(top_k, int) or isinstance(top_k, bool):
+            raise RequestError(f"client.generate got top_k={top_k!r:.40}: give an integer")
+        found = Sampling(temperature, top_p, top_k, min_p)
+        if other and 0.0 < found.temperature < GREEDY_BELOW:
+            found = msgspec.structs.replace(found, temperature=0.0)
+        check_sampling(found)
+        return found
 
 
 def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise TaskError(f"client.generate got max_new_tokens={value!r}, expected a positive integer")
+        raise RequestError(f"client.generate got max_new_tokens={value!r:.40}, expected a positive integer")
     return value
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    except OverflowError:
+        pass
+    raise RequestError(f"client.generate got {name}={value!r:.40}: give a number")
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    """Stop strings; empty ones, the default of several programs, stop nothing."""
+    texts = [given] if isinstance(given, str) else list(given) if isinstance(given, list | tuple) else None
+    texts = [] if given is None else texts
+    if texts is None or not all(isinstance(one, str) for one in texts):
+        raise RequestError(f"client.generate got stop={given!r:.60}: give a text or a list of texts")
+    if len(texts) > MAX_STOPS or any(len(one) > MAX_STOP_CHARS for one in texts):
+        raise RequestError(
+            f"client.generate got {len(texts)} stop strings, the longest of {max(map(len, texts))} characters: each is "
+            f"looked for after every token, give at most {MAX_STOPS} of at most {MAX_STOP_CHARS} characters"
+        )
+    return tuple(one for one in texts if one)
+
+
+def _size(prompt: str | Sequence[Any], tools: Tools) -> int:
+    """About the characters of an input."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    size = sum(_MESSAGE_CHARS + len(str(_content(one))) for one in prompt) if len(prompt) < SMALL else SMALL + 1
+    return size + (len(repr(tools)) if tools else 0)
+
+
+def _content(message: Any) -> Any:
+    return message.get("content") if isinstance(message, Mapping) else getattr(message, "content", None)

@@ -36,11 +36,15 @@ class EpisodeRules:
         prompt_ids = prompt_ids[-self.max_prompt_tokens :] if self.truncate_prompts else prompt_ids
         num_prompt = len(prompt_ids)
         if num_prompt > self.max_prompt_tokens or num_prompt >= self.max_tokens:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens, rollout.max_prompt_tokens is {self.max_prompt_tokens} and a "
-                f"whole trajectory may have {self.max_tokens}: raise it, or set data.prompt_overflow=truncate_left"
-            )
+            raise self.too_long(str(num_prompt))
         return prompt_ids
+
+    def too_long(self, count: str) -> PromptTooLongError:
+        """The error for a prompt of so many tokens."""
+        return PromptTooLongError(
+            f"the prompt has {count} tokens, rollout.max_prompt_tokens is {self.max_prompt_tokens} and a whole "
+            f"trajectory may have {self.max_tokens}: raise it, or set data.prompt_overflow=truncate_left"
+        )
 
     def room(self, transcript: Transcript, read: Sequence[int], agent: str = "") -> int:
         """New tokens that a turn may have after this input; 0 or less if the trajectory is full."""

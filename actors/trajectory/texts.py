@@ -7,7 +7,7 @@ what follows is tokenized.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from actors.render import Renderer
@@ -21,6 +21,26 @@ class _Text:
     ends: list[int] = field(default_factory=list)  # characters up to the end of each turn; -1: not known any more
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A sequence as it stood at a moment: it only grows, so that a thread may read it up to here."""
+
+    sequence: RecordedSequence
+    whole: str
+    num_ids: int
+    points: tuple[tuple[int, int], ...]  # (characters, ids) up to the end of each turn
+
+    def continued(self, text: str) -> tuple[int, str] | None:
+        """The ids that this text repeats, and the rest of the text: up to the latest turn that it has whole."""
+        rest = rest_after(text, self.whole)
+        if rest is not None:
+            return self.num_ids, rest
+        for end, num_ids in reversed(self.points):
+            if end > 0 and text.startswith(self.whole[:end]):
+                return num_ids, text[end:]
+        return None
+
+
 class Texts:
     """Texts by sequence, as the model saw them; its own words without special tokens."""
 
@@ -28,13 +48,14 @@ class Texts:
         self._renderer = renderer
         self._texts: dict[RecordedSequence, _Text] = {}
 
-    def ids_for(self, text: str) -> list[int] | None:
-        """The ids of an input with those of the sequence that it continues; None if it continues none."""
-        points = [point for sequence, known in self._texts.items() for point in _points(text, sequence, known)]
-        if not points:
-            return None
-        ids, rest = max(points, key=lambda point: len(point[0]))
-        return [*ids, *self._renderer.follow(rest, last_token=ids[-1])]
+    def known(self) -> list[Known]:
+        """Every sequence, as it stands now."""
+        return [
+            Known(sequence, text.whole, len(sequence.ids), tuple(
+                (end, sequence.num_prompt + turn.end) for end, turn in zip(text.ends, sequence.turns, strict=True)
+            ))
+            for sequence, text in self._texts.items()
+        ]
 
     def hear(self, sequence: RecordedSequence, text: str, token_ids: Sequence[int]) -> None:
         """The model read this text and said these tokens, now the last turn of the sequence."""
@@ -45,13 +66,11 @@ class Texts:
         known.ends.append(len(known.whole))
 
 
-def _points(text: str, sequence: RecordedSequence, known: _Text) -> Iterator[tuple[list[int], str]]:
-    """The ids of the sequence as far as this text repeats it, and the rest of the text; the longest alone."""
-    rest = rest_after(text, known.whole)
-    if rest is not None:
-        yield sequence.ids, rest
-        return
-    for turn, end in zip(reversed(sequence.turns), reversed(known.ends), strict=True):
-        if end > 0 and text.startswith(known.whole[:end]):
-            yield sequence.ids[: sequence.num_prompt + turn.end], text[end:]
-            return
+def continued(text: str, known: Iterable[Known]) -> tuple[list[int], str]:
+    """The ids of the sequence that an input continues the longest, and the text after them; none if it continues none.
+    """
+    found = [(one, *point) for one in known if (point := one.continued(text)) is not None]
+    if not found:
+        return [], text
+    one, num_ids, rest = max(found, key=lambda point: point[1])
+    return one.sequence.ids[:num_ids], rest

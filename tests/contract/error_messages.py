@@ -17,8 +17,8 @@ import streamrl.errors as errors
 ROOT = Path(__file__).parents[2]
 ROOMS = ("streamrl", "actors", "learner", "envs")
 CLASSES = (
-    "ConfigError", "TaskError", "EngineError", "CheckpointError", "RunLockedError", "RunFailedError", "ControlError",
-    "StreamrlError", "ApiError",
+    "ConfigError", "TaskError", "RequestError", "EngineError", "CheckpointError", "RunLockedError", "RunFailedError",
+    "ControlError", "StreamrlError", "ApiError",
 )
 """Errors that end a command or a process, and those that an agent's client gets over HTTP.
 
@@ -248,6 +248,7 @@ REMEDIES: dict[str, str] = {
     "exceeds the model's max_position_embeddings": "lower `rollout.max_prompt_tokens` or the sampling limits",
     "the engine is closed": "the actor is ending; look further up in its log",
     "vLLM ended a sequence without an output": "a bug: please report it with the actor's log",
+    "vLLM refuses the request": "change what it names",
     "vLLM goes down to": "raise the temperature, or use 0",
     "log-probs for … tokens": "a bug: please report it with the actor's log",
     "vLLM's version labels cover": "a bug: please report it with the actor's log",

@@ -37,7 +37,7 @@ from actors.engines.native.self_check import prepare
 from actors.engines.native.stopping import StopMatcher, decoder
 from actors.engines.native.weight_sets import WeightSets, linear_weights
 from streamrl.architectures.saved_buffers import keep_buffers_wide
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, RequestError
 from streamrl.messages import VersionRef
 from streamrl.process_memory import keep_freed_memory
 
@@ -137,11 +137,16 @@ class NativeEngine:
     def installed(self) -> VersionRef | None:
         return self._scheduler.ref
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding, which may be padded beyond the tokenizer's length."""
+        return self._scheduler.forward.vocab_size
+
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`; waits while no weights are installed yet."""
-        check_request(request, self.max_tokens, self._scheduler.forward.vocab_size)
+        check_request(request, self.max_tokens, self.vocab_size)
         if request.stop and self._decode is None:
-            raise EngineError("stop strings need a tokenizer, and this engine was built without one")
+            raise RequestError("stop strings need a tokenizer, and this engine was built without one")
         answer: Answer = asyncio.get_running_loop().create_future()
         matcher = StopMatcher(request.stop, self._decode) if request.stop else None
         eos_ids = frozenset() if request.ignore_eos else self._eos_ids
@@ -323,4 +328,7 @@ def _check_sizes(model: torch.nn.Module, max_num_seqs: int, max_tokens: int) -> 
         raise EngineError(f"an engine needs max_num_seqs >= 1, max_tokens >= 2, got {max_num_seqs} and {max_tokens}")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and max_tokens > limit:
-        raise EngineError(f"max_tokens={max_tokens} exceeds the model's max_position_embeddings={limit}")
+        raise EngineError(
+            f"max_tokens={max_tokens} exceeds the model's max_position_embeddings={limit}: lower "
+            "rollout.max_prompt_tokens, or max_new_tokens of rollout.train.sampling and rollout.test.sampling"
+        )

@@ -21,7 +21,7 @@ from actors.engines.native.attention import Prompt
 from actors.engines.native.forward import Forward
 from actors.engines.native.sampling import SamplingPlan, draw, make_plan
 from actors.engines.native.stopping import StopMatcher
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, RequestError
 from streamrl.messages import VersionRef
 from streamrl.messages.draws import uniforms
 
@@ -100,6 +100,8 @@ class Scheduler:
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._plan: SamplingPlan | None = None  # None: the rows have changed since it was made
         self._shared: dict[_Key, _SharedPrompt] = {}
+        self._joined: list[Sequence] = []  # of the present pass
+        self._num_alone = 0  # sequences that join one at a time, after they failed together
 
     @property
     def can_admit(self) -> bool:
@@ -110,9 +112,23 @@ class Scheduler:
         return bool(self.running) or self.can_admit
 
     def step(self) -> None:
-        """One forward pass: the next token of everything that runs, and the prompts of those that can join."""
-        n = len(self.running)
-        joined, fresh = self._take_waiting()
+        """One forward pass: the next token of everything that runs, and the prompts of those that can join.
+
+        What fails with sequences that join fails them alone, if the model still works without them.
+        """
+        n, cached, sampled = len(self.running), self._cached.copy(), self.tokens_total
+        try:
+            self._pass(n)
+        except Exception as error:  # of a model's code, of a tokenizer, or of a device
+            if self.tokens_total != sampled:  # half of the rows may have their token
+                raise
+            self._cached = cached
+            self._drop_failed(n, error)
+
+    def _pass(self, n: int) -> None:
+        self._joined = []
+        fresh = self._take_waiting()
+        joined = self._joined
         self._copy_siblings(joined)
         for row, sequence in enumerate(joined, n):
             self._seat(sequence, row)
@@ -152,12 +168,14 @@ class Scheduler:
 
     # --- admission ---------------------------------------------------------------------------------------------
 
-    def _take_waiting(self) -> tuple[list[Sequence], list[_Key]]:
-        """Waiting sequences in order, as many as have room and one pass should read; and the prompts to read."""
-        joined: list[Sequence] = []
+    def _take_waiting(self) -> list[_Key]:
+        """Join waiting sequences in order, as many as have room and one pass should read; returns prompts to read."""
+        joined = self._joined
         fresh: dict[_Key, None] = {}
         num_tokens = 0
         while self.can_admit and len(self.running) + len(joined) < self.max_num_seqs:
+            if self._num_alone and joined:
+                break
             first = self.waiting[0]
             if self._pinning:
                 wanted = first.request.version
@@ -170,7 +188,36 @@ class Scheduler:
             joined.append(self.waiting.popleft())
         # By length: prompts of one length are read together, into rows that lie beside each other.
         joined.sort(key=lambda sequence: len(sequence.prompt))
-        return joined, sorted(fresh, key=lambda key: len(key[1]))
+        self._num_alone = max(0, self._num_alone - len(joined))
+        return sorted(fresh, key=lambda key: len(key[1]))
+
+    def _drop_failed(self, n: int, error: Exception) -> None:
+        """Fail the sequences that joined in a pass that failed, and without any all those that ran.
+
+        Several that joined together are tried again one at a time. Raises the error again if the model fails without
+        any of them: then it is the engine that is broken.
+        """
+        joined = self._joined
+        del self.running[n:]
+        self._plan = None
+        self._shared = {key: one for key, one in self._shared.items() if one.members - set(joined)}
+        for shared in self._shared.values():
+            shared.members -= set(joined)
+        self.forward.score([0, 0], 1, 1.0, self.ref)
+        if len(joined) > 1:
+            self.waiting.extendleft(reversed(joined))
+            self._num_alone = len(joined)
+            for sequence in joined:
+                sequence.marks.clear()
+            return
+        failed = joined or list(self.running)
+        if not joined:
+            self._remove(list(range(n)))
+        for sequence in failed:
+            sequence.deliver(EngineError(
+                f"a pass failed with this request, of {len(sequence.prompt)} prompt tokens, and the engine goes on: "
+                f"{type(error).__name__}: {error}"
+            ))
 
     def _copy_siblings(self, joined: list[Sequence]) -> None:
         """Copy the cache of a running sibling to the rows that these will get, where one has read their prompt."""
@@ -199,11 +246,16 @@ class Scheduler:
         tokens, logprobs, sets = draw(logits, self._plan, uniforms(self._seeds[:n], self._cached[:n].astype(np.uint64)))
         self._last[:n] = tokens.cpu().numpy()
         self.tokens_total += n
-        ended: list[tuple[int, str | None]] = []
+        ended: list[tuple[int, str | Exception | None]] = []
         for row, (token, logprob) in enumerate(zip(self._last[:n].tolist(), logprobs.tolist(), strict=True)):
             if not math.isfinite(logprob):
                 ended.append((row, None))
-            elif (finish := self.running[row].add(token, logprob, sets.get(row))) is not None:
+                continue
+            try:
+                finish = self.running[row].add(token, logprob, sets.get(row))
+            except Exception as error:  # of the tokenizer, which looks for the request's own stop strings
+                finish = error
+            if finish is not None:
                 ended.append((row, finish))
         if not ended:
             return
@@ -214,7 +266,12 @@ class Scheduler:
         if any(finish is None for _, finish in ended):
             self.forward.cache.scrub(self._cached[: len(self.running)].tolist())
 
-    def _release(self, sequence: Sequence, finish: str | None) -> None:
+    def _release(self, sequence: Sequence, finish: str | Exception | None) -> None:
+        if isinstance(finish, Exception):
+            error = RequestError(f"the stop strings of this request cannot be looked for: {finish!r:.200}")
+            error.__cause__ = finish
+            sequence.deliver(error)
+            return
         if finish is not None:
             sequence.deliver(sequence.generation(finish))
             return

@@ -13,7 +13,7 @@ import numpy as np
 from actors.engines.base import GenerateRequest, Generation, VersionSpan
 from actors.engines.vllm.core import Core
 from actors.engines.vllm.imports import vllm
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, RequestError
 from streamrl.messages import VersionRef
 
 LOWEST_TEMPERATURE = 0.01  # vLLM silently raises anything below to this, and records log-probs of what it did
@@ -41,6 +41,7 @@ class RequestTracker:
 
         Raises:
             CoreDiedError: also when `cancel_all` was called. EngineError: the engine is closed, or vLLM failed.
+            RequestError: vLLM refuses this request.
         """
         # A task of its own, for `cancel_all`.
         request = asyncio.ensure_future(self._run(prompt_ids, params, salt, lora))
@@ -74,10 +75,12 @@ class RequestTracker:
         except EngineError:
             raise
         except Exception as error:  # of vLLM's own: it is a foreign library
-            if not llm.errored:
-                raise EngineError(f"vLLM failed: {error!r}") from error
-            self._on_death(llm)
-            raise self._lost() from error
+            if llm.errored:
+                self._on_death(llm)
+                raise self._lost() from error
+            if isinstance(error, ValueError | TypeError | OverflowError):  # its own checks of a request
+                raise RequestError(f"vLLM refuses the request: {error}") from error
+            raise EngineError(f"vLLM failed: {error!r}") from error
         raise EngineError("vLLM ended a sequence without an output")
 
     def _lost(self) -> EngineError:
@@ -88,7 +91,7 @@ class RequestTracker:
 
 def check_temperature(temperature: float) -> None:
     if 0 < temperature < LOWEST_TEMPERATURE:
-        raise EngineError(f"temperature={temperature}: vLLM goes down to {LOWEST_TEMPERATURE}, or 0 for greedy")
+        raise RequestError(f"temperature={temperature}: vLLM goes down to {LOWEST_TEMPERATURE}, or 0 for greedy")
 
 
 def sampling_arguments(request: GenerateRequest, eos_ids: Sequence[int], vocab_size: int) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from actors.engines.vllm.process import (
     lasting_folder,
 )
 from streamrl.architectures.rope import original_length
-from streamrl.errors import EngineError, WeightsError
+from streamrl.errors import EngineError, RequestError, WeightsError
 from streamrl.gpus import gpu_of
 from streamrl.messages import VersionRef
 
@@ -77,7 +77,7 @@ class VllmEngine:
         self._expected = checkpoint_tensors(model)
         self._eos_ids = sorted(end_of_sequence_ids(model, spec.tokenizer))
         config = model.config.get_text_config()
-        self._vocab_size: int = config.vocab_size
+        self.vocab_size: int = config.vocab_size
         # One more than asked for: to score tokens, vLLM must be allowed to sample one, which is thrown away.
         longest = spec.max_tokens + 1
         self._context = min(longest, getattr(config, "max_position_embeddings", None) or longest)
@@ -97,7 +97,7 @@ class VllmEngine:
             )}
         group = EngineProcessGroup(spec.model_dir)
         arguments |= {
-            **self._more_arguments(), "model": self._model_folder(group, arguments), "max_logprobs": self._vocab_size,
+            **self._more_arguments(), "model": self._model_folder(group, arguments), "max_logprobs": self.vocab_size,
         }
         self._core = Core(group, arguments, spec.device, spec.num_threads)
         self._start_empty()
@@ -142,11 +142,14 @@ class VllmEngine:
     async def _generate(self, request: GenerateRequest, version: VersionRef | None = None) -> Generation:
         """Generate with this version's adapter, if there are adapters; None takes the newest."""
         check_temperature(request.sampling.temperature)
-        check_request(request, self.max_tokens, self._vocab_size)
-        params = vllm().SamplingParams(
-            **sampling_arguments(request, self._eos_ids, self._vocab_size),
-            output_kind=vllm().RequestOutputKind.FINAL_ONLY,
-        )
+        check_request(request, self.max_tokens, self.vocab_size)
+        try:
+            params = vllm().SamplingParams(
+                **sampling_arguments(request, self._eos_ids, self.vocab_size),
+                output_kind=vllm().RequestOutputKind.FINAL_ONLY,
+            )
+        except (ValueError, TypeError, OverflowError) as error:
+            raise RequestError(f"vLLM refuses the request: {error}") from error
         self._waiting += 1
         try:
             await self._free.acquire()

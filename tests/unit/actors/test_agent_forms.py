@@ -162,7 +162,7 @@ REFUSED = (
     ("/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
     ("ROOT/inference/v1/generate", {"token_ids": [1 << 20]}, "give a list of ids"),
     ("ROOT/inference/v1/generate", {"token_ids": [3], "stream": True}, "does not take stream=true"),
-    ("ROOT/inference/v1/generate", {"token_ids": [3], "sampling_params": {"logit_bias": {}}}, "logit_bias"),
+    ("ROOT/inference/v1/generate", {"token_ids": [3], "sampling_params": {"logit_bias": {"5": 1.0}}}, "logit_bias"),
     ("ROOT/inference/v1/generate", {"token_ids": [3], "sampling_params": {"n": 2}}, "n=2"),
 )
 

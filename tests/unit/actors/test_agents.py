@@ -136,12 +136,12 @@ def test_the_runs_sampling_wins_and_the_answer_says_so():
 
 @pytest.mark.parametrize(("options", "says"), [
     ({"n": 2}, "n=2: here it can only be 1"),
-    ({"tool_choice": "required"}, "tool_choice='required'"),
+    ({"tool_choice": "required"}, 'tool_choice="required": here it can only be auto or none'),
     ({"response_format": {"type": "json_object"}}, "does not take response_format"),
-    ({"top_logprobs": 5}, "take 0"),
+    ({"top_logprobs": 5}, "top_logprobs=5: here it can only be 0"),
     ({"messages": "hello"}, "give a list of messages"),
     ({"messages": []}, "give a list of messages"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "a message has a role of"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "give system, developer, user, assistant or tool"),
     ({"max_tokens": 0}, "positive integer"),
 ])
 def test_what_is_not_served_is_refused_by_name_and_the_agent_goes_on(options, says):

@@ -17,7 +17,7 @@ from actors.engines.native.engine import NativeEngine, build_model
 from actors.engines.native.forward import Forward
 from learner.model.scoring.logit_rule import PLAIN
 from learner.model.scoring.logprob_head import _logits
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, RequestError
 from streamrl.messages import Sampling
 from streamrl.messages.draws import uniforms
 from tests.unit.engines.tiny_models import (
@@ -333,21 +333,23 @@ def test_cancelling_the_waiting_task_frees_the_slot():
         (request([3] * 250, 7), "max_tokens=256"),
         (request([3, VOCAB], 5), "outside the vocabulary"),
         (request([3], 5, sampling=Sampling(temperature=-1.0)), "temperature=-1.0"),
+        (request([3], 5, sampling=Sampling(temperature=1e-320)), "temperature=1e-320"),
         (request([3], 5, sampling=Sampling(top_p=0.0)), "top_p=0.0"),
+        (request([3], 5, sampling=Sampling(top_k=2**70)), "top_k=1180591620717411303424"),
         (request([3], 5, stop=("x",)), "tokenizer"),
     ],
 )
 def test_an_impossible_request_is_refused_by_name_and_the_engine_lives_on(bad, words):
     async def work():
         async with engine_for(qwen3()) as engine:
-            with pytest.raises(EngineError, match=words):
+            with pytest.raises(RequestError, match=words):
                 await engine.generate(bad)
             assert len((await engine.generate(request([3], 5))).token_ids) == 5
 
     run(work)
 
 
-def test_a_failure_inside_the_engine_reaches_everyone_who_waits():
+def test_a_tokenizer_that_fails_fails_the_request_that_it_looks_for_alone():
     model = qwen3()
 
     class Broken(GatedTokenizer):
@@ -358,15 +360,64 @@ def test_a_failure_inside_the_engine_reaches_everyone_who_waits():
     gate = Broken(stop_at=1)
 
     async def work():
-        async with engine_for(model, gate, max_num_seqs=1) as engine:
-            running = asyncio.create_task(engine.generate(request(prompt_of(4), 9, stop=("never",))))
+        async with engine_for(model, gate, max_num_seqs=2) as engine:
+            running = asyncio.create_task(engine.generate(request(prompt_of(4), 9, sampling=GREEDY, stop=("never",))))
             await asyncio.to_thread(gate.reached.wait)
-            waiting = asyncio.create_task(engine.generate(request(prompt_of(4), 9)))
+            waiting = asyncio.create_task(engine.generate(request(prompt_of(5), 9, sampling=GREEDY)))
             await asyncio.sleep(0)
             gate.go.set()
 
-            for task in (running, waiting):
-                with pytest.raises(EngineError, match="decoder fell over"):
+            with pytest.raises(RequestError, match="decoder fell over"):
+                await running
+            assert (await waiting).token_ids == truth_greedy(model, prompt_of(5), 9)
+            assert engine.stats().extra["dead"] == 0.0
+
+    run(work)
+
+
+def failing(model, fails):
+    """The model raises for a pass over ids of which `fails` is true."""
+    def look(module, args, options):
+        if fails(options["input_ids"]):
+            raise RuntimeError("the model fell over")
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+    return model
+
+
+def test_a_pass_that_fails_with_a_request_fails_that_request_alone():
+    model = qwen3()
+    truth = {n: truth_greedy(model, prompt_of(n), 30) for n in (4, 5, 6, 7)}
+    used = {0, 3, *(token for n, tokens in truth.items() for token in (*tokens, *prompt_of(n)))}
+    bad = min(set(range(VOCAB)) - used)
+
+    async def work():
+        one = failing(model, lambda ids: bool((ids == bad).any()))
+        async with engine_for(one, max_num_seqs=4, prefill_tokens=64) as engine:
+            first = asyncio.create_task(engine.generate(request(prompt_of(4), 30, sampling=GREEDY)))
+            await until(lambda: engine.stats().tokens_total > 2)
+            killers = [engine.generate(request([3, bad, *[3] * n], 5)) for n in range(2)]
+            late = [engine.generate(request(prompt_of(n), 30, sampling=GREEDY)) for n in (5, 6)]
+            failed = await asyncio.gather(*killers, return_exceptions=True)
+            assert all(isinstance(one, EngineError) and "the model fell over" in str(one) for one in failed)
+            assert [one.token_ids for one in await asyncio.gather(first, *late)] == [truth[n] for n in (4, 5, 6)]
+            assert (await engine.generate(request(prompt_of(7), 30, sampling=GREEDY))).token_ids == truth[7]
+            assert engine.stats().extra["dead"] == 0.0 == engine.stats().running
+
+    run(work)
+
+
+def test_a_model_that_fails_whatever_it_reads_is_a_dead_engine():
+    fails = []
+    model = failing(qwen3(), lambda ids: fails)
+
+    async def work():
+        async with engine_for(model, max_num_seqs=1) as engine:
+            assert len((await engine.generate(request(prompt_of(4), 3))).token_ids) == 3
+            fails.append(1)
+            tasks = [asyncio.create_task(engine.generate(request(prompt_of(4), 9))) for _ in range(2)]
+            for task in tasks:
+                with pytest.raises(EngineError, match="engine died: RuntimeError: the model fell over"):
                     await task
             with pytest.raises(EngineError, match="engine died"):
                 await engine.generate(request(prompt_of(4), 9))

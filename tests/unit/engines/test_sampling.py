@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from actors.engines.base import check_sampling
 from actors.engines.native.sampling import SamplingPlan, draw, processed_logprobs
-from streamrl.errors import EngineError
+from streamrl.errors import RequestError
 from streamrl.messages import Sampling
 from streamrl.messages.draws import uniforms
 
@@ -159,9 +159,10 @@ def test_logits_that_are_not_numbers_give_a_logprob_that_is_not_finite(temperatu
     [
         (Sampling(temperature=float("nan")), "temperature"), (Sampling(temperature=-0.1), "temperature"),
         (Sampling(top_p=0.0), "top_p"), (Sampling(top_p=1.01), "top_p"), (Sampling(min_p=1.5), "min_p"),
-        (Sampling(top_k=-2), "top_k"),
+        (Sampling(top_k=-2), "top_k"), (Sampling(top_k=1 << 31), "top_k"),
+        (Sampling(temperature=1e-320), "temperature"),
     ],
 )  # fmt: skip
 def test_what_is_no_distribution_is_refused_by_name(sampling, name):
-    with pytest.raises(EngineError, match=name):
+    with pytest.raises(RequestError, match=name):
         check_sampling(sampling)

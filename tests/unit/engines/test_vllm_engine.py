@@ -17,7 +17,7 @@ from actors.engines.vllm import core as vllm_core
 from actors.engines.vllm import engine as vllm_engine
 from actors.engines.vllm.process import StagedDocument
 from actors.engines.vllm.reaper import group_pids
-from streamrl.errors import EngineError, WeightsError
+from streamrl.errors import EngineError, RequestError, WeightsError
 from streamrl.messages import Group, Member, Sampling, VersionRef
 from streamrl.messages.sampled_sets import unpack_sets
 from tests.unit.engines.tiny_models import (
@@ -402,7 +402,7 @@ def test_a_cancelled_sequence_gives_its_place_back(harness):
     (request([3], 4, sampling=Sampling(top_p=0.0)), "top_p"),
 ])  # fmt: skip
 def test_an_impossible_request_is_refused_by_name(harness, bad, words):
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(RequestError, match=words):
         harness.run(harness.engine.generate(bad))
 
 

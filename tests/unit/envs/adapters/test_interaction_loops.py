@@ -174,7 +174,7 @@ return 1.0
         ("await client.generate([{'role': 'robot', 'content': 'x'}])", "a message has a role of system, user"),
         ("await client.generate('q', max_new_tokens=0)", "max_new_tokens=0, expected a positive integer"),
         ("await client.chat.completions.create(messages=['q'], n=4)", "got n=4: here it can only be 1"),
-        ("await client.chat.completions.create(messages=['q'], logit_bias={})", "does not take logit_bias"),
+        ("await client.chat.completions.create(messages=['q'], logit_bias={5: 1})", "here it can only be {}"),
         ("await client.generate('q'); return 'high'", "returned the text 'high'"),
         ("await client.generate('q')", "returned None"),
         ("client.reward(float('nan'))", "client.reward got nan"),
