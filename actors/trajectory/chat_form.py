@@ -205,7 +205,6 @@ def _message(one: Any, texts: Written, tools: Sequence[Any], writes_calls: bool)
     fields["tool_calls"] = calls
     try:
         if calls:
-            ChatMessage.of({**fields, "content": ""})  # its calls are some
             said = ChatMessage.of({**fields, "content": fields.get("content") or "", "tool_calls": None}).content
             if (own := _own(said, calls, texts, tools)) is not None:
                 fields |= {"content": own, "tool_calls": None}

@@ -102,7 +102,7 @@ print(float(message.content[0].text == "7"))
 
 def test_a_program_of_the_package_anthropic_is_not_changed(tmp_path):
     form_of("anthropic")
-    from tests.unit.actors.test_agents import command
+    from tests.unit.actors.test_agent_programs import command
 
     member = member_of(play(command(tmp_path, PROGRAM), "7<end>")[0])
     assert sequences(member) == [f"{START}|7<end>"] and member.reward == 1.0

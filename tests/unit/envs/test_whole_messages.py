@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from actors.render import Renderer
-from actors.trajectory.chat_form import as_messages
+from actors.trajectory.chat_form import FunctionCall, ToolCall, Written, as_messages
 from envs.adapters.dialogue import DialogueEnv
 from envs.data import chat_template
 from envs.data.shapes import RecordShape
@@ -237,12 +237,14 @@ def test_training_and_evaluation_rewards_and_environments_get_the_whole_messages
 
 
 def test_a_program_s_own_messages_keep_their_fields_and_foreign_calls_are_the_templates():
-    found = as_messages([*TALK[:-2], {**AGAIN, "name": "Ann"}], {}, writes_calls=True)
+    found = as_messages([*TALK[:-2], {**AGAIN, "name": "Ann"}], Written(), writes_calls=True)
 
     assert [one.as_dict() for one in found] == [*TALK[:-2], {**AGAIN, "name": "Ann"}]
-    written = as_messages(TALK[:-1], {})[1]
+    written = as_messages(TALK[:-1], Written())[1]
     assert written == ChatMessage("assistant", chat_template.call_text(call()))
-    own = as_messages(TALK[:-1], {"call12345": "what I wrote"}, writes_calls=True)[1]
+    texts = Written()
+    texts.add("what I wrote", [ToolCall("call12345", FunctionCall("weather", JSON_ARGUMENTS))])
+    own = as_messages(TALK[:-1], texts, writes_calls=True)[1]
     assert own == ChatMessage("assistant", "what I wrote")
-    cut = as_messages([ASKED, {**CALLED, "tool_calls": [call('{"ci')]}], {}, writes_calls=True)[1]
+    cut = as_messages([ASKED, {**CALLED, "tool_calls": [call('{"ci')]}], Written(), writes_calls=True)[1]
     assert '{"ci' in cut.content and not cut.fields
