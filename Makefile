@@ -94,6 +94,7 @@ lint: install
 
 site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html; with its search: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site"
 
 smollm2: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf accelerate -c $(LIST)

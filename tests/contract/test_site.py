@@ -36,14 +36,21 @@ def test_the_site_builds_without_a_broken_link(site):
 def test_the_pages_that_are_made_from_the_code_are_in_the_site_and_not_in_git(site):
     for name, page in PAGES.items():
         headings = re.findall(r"^##? (.+)$", page(), re.M)
-        html = (site / name.removesuffix(".md") / "index.html").read_text()
+        html = (site / name.replace(".md", ".html")).read_text()
         words = {word for heading in headings for word in re.findall(r"[A-Za-z]+", heading)}
         assert len(headings) > 5 and [word for word in words if word not in html] == [], name
         assert f"/docs/{name}\n" in (ROOT / ".gitignore").read_text()
 
 
 def test_the_site_has_a_search_index_over_its_pages(site):
-    assert '"first_hour/' in (site / "search" / "search_index.json").read_text()
+    assert '"first_hour.html' in (site / "search" / "search_index.json").read_text()
+
+
+def test_links_lead_to_files_so_that_the_pages_can_be_opened_without_a_server(site):
+    pages = [page for page in site.rglob("*.html") if page.name != "404.html"]  # that is a server's
+    links = [(page, link) for page in pages for link in re.findall(r'href="([^"#:?]+)(?:#[^"]*)?"', page.read_text())]
+    assert len(links) > 50 * len(pages)
+    assert [(page.name, link) for page, link in links if not (page.parent / link).is_file()] == []
 
 
 def test_no_page_loads_anything_from_another_host(site):
