@@ -6,15 +6,17 @@ what a function reads (`streamrl.algorithms.surrogates.registry`); nothing here 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any
 
 import torch
 
 from streamrl.algorithms import Estimator, Surrogate, check_pairing, find_correction, find_estimator, find_surrogate
 from streamrl.algorithms.surrogates.aggregation import MODES as AVG_LEVELS
+from streamrl.algorithms.surrogates.registry import Entry
 from streamrl.config.schema import AdvantageBy, AdvantageConfig, LossConfig, Segment, VetoStat
 from streamrl.errors import ConfigError
+from streamrl.extension import did_you_mean
 
 WEIGHTED_BASELINES = ("weighted_leave_one_out", "opob")
 """Baselines that need the current policy's ratios, hence a scoring pass."""
@@ -76,6 +78,8 @@ def check_settings(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int
     """
     estimator, surrogate = find_estimator(advantage.estimator), find_surrogate(loss.surrogate)
     find_correction(loss.correction)
+    _check_inputs("advantage.estimator", advantage, estimator, {*ESTIMATOR_SETTINGS, "baseline", "scale"})
+    _check_inputs("loss.surrogate", loss, surrogate, {*surrogate.clip_knobs, "dual_clip", "cap"})
     one_of("advantage.baseline", advantage.baseline, BASELINES)
     one_of("advantage.scale", advantage.scale, SCALES)
     one_of("advantage.whiten", advantage.whiten, WHITENS)
@@ -100,6 +104,18 @@ def check_settings(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int
     _check_correction(loss, surrogate)
     _check_masks(loss)
     _check_surrogate(loss, surrogate)
+
+
+def _check_inputs(setting: str, config: AdvantageConfig | LossConfig, entry: Entry, known: Set[str]) -> None:
+    """A parameter without a default is an input, a knob with a setting of its own, or set among the options."""
+    section, _, key = setting.partition(".")
+    for name in entry.without_value:
+        need(
+            name in known or name in config.options,
+            f"{setting}={getattr(config, key)}: its parameter {name!r} is no input and has no value."
+            f"{did_you_mean(name, entry.INPUTS)} Give it a default or set {section}.options.{name}=VALUE; inputs are "
+            f"{', '.join(entry.INPUTS)}.",
+        )
 
 
 def unguarded(advantage: AdvantageConfig, loss: LossConfig, *, eta: int) -> str:

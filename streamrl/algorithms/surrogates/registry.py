@@ -97,6 +97,12 @@ class Entry:
         """The parameters that settings may fill."""
         return frozenset(_parameters(self.function)) - self.INPUTS.keys() - set(self.fixed)
 
+    @property
+    def without_value(self) -> list[str]:
+        """The knobs that have no default."""
+        found = inspect.signature(self.function).parameters
+        return [name for name in found if name in self.knobs and found[name].default is inspect.Parameter.empty]
+
     def __call__(self, given: Mapping[str, Any], /, **knobs: Any) -> Any:
         """The function's result; of the inputs `given` by name it gets those that it takes."""
         return self.function(**{name: given[name] for name in self.inputs}, **knobs)

@@ -122,17 +122,29 @@ def test_a_bad_return_of_an_estimator_is_one_sentence(case, mine):
     assert said.startswith("advantage.estimator=mine:") and "\n" not in said
 
 
+def test_a_parameter_that_is_neither_input_nor_knob_is_told_before_anything_else(mine):
+    def surrogate(policy_logprobs, olprobs, advantages, mask):
+        raise AssertionError("it is not called")
+
+    def estimator(rewards, mask, lamda): ...
+
+    mine.f, mine.g = surrogate, estimator
+    words = ["policy.model_path=somewhere", "loss.surrogate=mine:f"]
+    told = r"mine:f: its parameter 'olprobs' is no input and has no value. Did you mean .*logprobs.* inputs are "
+    with pytest.raises(ConfigError, match=told):  # though without it nothing weighs stale data
+        check_losses(load_config(words))
+    with pytest.raises(ConfigError, match="applies the whole ratio"):
+        check_losses(load_config([*words, "loss.options.olprobs=1"]))
+    with pytest.raises(ConfigError, match=r"mine:g: its parameter 'lamda'.*set advantage.options.lamda=VALUE"):
+        check_losses(load_config([words[0], "advantage.estimator=mine:g"]))
+
+
 def raises(policy_logprobs, behavior_logprobs, advantages):
     return policy_logprobs[:, :0] + behavior_logprobs
 
 
-def misnamed(logprobs, advantages):
-    return -logprobs * advantages
-
-
 @pytest.mark.parametrize(("function", "why"), [
     (raises, r"RuntimeError: .*test_own_algorithm.py, line \d+: return policy_logprobs\[:, :0\]"),
-    (misnamed, "'logprobs'"),
     (lambda policy_logprobs: policy_logprobs.nothing, "AttributeError: .*nothing"),
 ])
 def test_what_an_own_function_raises_is_one_sentence_with_its_line(function, why, mine):
