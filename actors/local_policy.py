@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from actors.engines.base import Engine
@@ -27,9 +27,8 @@ from streamrl.stream.rebuilt import named_version, rebuilt
 from streamrl.stream.segments import segments
 from streamrl.weights.adapter import DOWN, UP, merged
 from streamrl.weights.assets import unpack_assets
+from streamrl.weights.model_folder import check_adapter, check_folder, check_vocabulary, num_rows, read_whole
 from streamrl.weights.saved import SavedAdapter, read_version, saved_adapter, saved_versions, weights_digest
-
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 @dataclass(slots=True)
@@ -99,7 +98,7 @@ def _readable(source: str) -> Iterator[None]:
 
 def _weights_of(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Weights of a Hugging Face checkpoint."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False)
+    model = read_whole(folder, dtype, said=f"the model {folder}")
     return {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
 
 
@@ -122,6 +121,7 @@ def find_model(source: str, allow: Sequence[str] = ()) -> LocalModel:
     model = folder / "model" if run is not None else folder
     if not folder.is_dir():
         raise ConfigError(f"{source}: there is no such folder. Give a run, as runs/NAME, or a Hugging Face checkpoint.")
+    check_adapter(model, said=str(model))
     if not (model / "config.json").exists():
         if model != folder:
             raise ConfigError(
@@ -130,8 +130,7 @@ def find_model(source: str, allow: Sequence[str] = ()) -> LocalModel:
                 f"checkpoint.resume=true{_saved(folder)}"
             )
         raise ConfigError(f"{source} holds no config.json: give a run, as runs/NAME, or a Hugging Face checkpoint.")
-    if not any((model / name).exists() for name in WEIGHTS):
-        raise ConfigError(f"{model} holds no weights: give a checkpoint with one of {', '.join(WEIGHTS)}.")
+    check_folder(model, said=str(model))
     return LocalModel(model)
 
 
@@ -172,6 +171,8 @@ async def open_policy(config: Config, task: Task | None = None) -> LocalPolicy:
     disable_progress_bar()
     with model.files() as files, _readable(config.policy.model_path or ""):
         tokenizer = load_tokenizer(files)
+        rows = num_rows(json.loads((files / "config.json").read_text()))
+        check_vocabulary(tokenizer, rows, said=f"the model {config.policy.model_path}")
         spec = engine_spec(config, files, tokenizer)
         engine = build_engine(config.actors.engine, spec)
         tensors = model.tensors(files, spec.dtype)

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from envs.data.chat_template import rendered, template_forms, template_text, text_with_calls
 from streamrl.environment import ChatMessage
 from streamrl.errors import StreamrlError
+from streamrl.weights.model_folder import check_folder, one_line
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # see streamrl.architectures.attend
 
@@ -34,14 +36,16 @@ class RewardScorer:
 
     def __init__(self, path: str, device: str) -> None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+        if Path(path).is_dir():
+            check_folder(path, said=f"reward.model.path={path}")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path)
             self._model, found = AutoModelForSequenceClassification.from_pretrained(
                 path, dtype=dtype, output_loading_info=True
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             raise StreamrlError(
-                f"reward.model.path={path} cannot be loaded, give a checkpoint with its tokenizer: {error}"
+                f"reward.model.path={path} cannot be loaded, give a checkpoint with its tokenizer: {one_line(error)}"
             ) from error
         config = self._model.config
         if config.num_labels != 1:

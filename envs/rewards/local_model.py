@@ -11,6 +11,7 @@ from pathlib import Path
 from envs.rewards.workers import end
 from streamrl import parent_watch
 from streamrl.errors import ConfigError
+from streamrl.weights.model_folder import check_folder
 
 MODULE = "actors.reward_model"
 """What serves the model; named, not imported: no torch is loaded here."""
@@ -31,6 +32,7 @@ def check_checkpoint(path: str) -> None:
             f"reward.model.path={path} holds {', '.join(kinds)}: give a reward model, a sequence classifier with one "
             "label."
         )
+    check_folder(file.parent, said=f"reward.model.path={path}")
     labels = config.get("id2label")
     num_labels = len(labels) if labels else config.get("num_labels", 2)
     if num_labels != 1:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
@@ -28,18 +27,17 @@ from learner.ranks.mesh import Ranks, local_part
 from streamrl.architectures.miniature import first_layers
 from streamrl.architectures.saved_buffers import keep_buffers_wide, saved_buffers
 from streamrl.errors import ConfigError
+from streamrl.weights.model_folder import one_line, read_whole, stored_tensors, untied
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_ROWS = 4096
+"""Of two tensors that are compared at a time."""
 
 
-def read_model(model_dir: Path, *, attention: str) -> Any:
-    """The whole model in float32, as transformers loads it; no code from the folder is run. Raises ConfigError."""
+def read_model(model_dir: Path, *, attention: str, needs_head: bool = True) -> Any:
+    """The whole model in float32: see `streamrl.weights.model_folder.read_whole`. Raises ConfigError."""
     transformers_logging.disable_progress_bar()  # one bar per rank, over the log, for a load of a second
-    with _as_config_errors(model_dir):
-        return AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, attn_implementation=attention, local_files_only=True,
-            trust_remote_code=False,
-        )
+    _check_config(model_dir)
+    return read_whole(model_dir, torch.float32, said=_said(model_dir), attention=attention, needs_head=needs_head)
 
 
 def read_first_layers(model_dir: Path, files: ModelFiles, config: Any, *, attention: str) -> Any:
@@ -70,12 +68,20 @@ def empty_model(model_dir: Path, *, dtype: torch.dtype, attention: str, config: 
 
 @contextmanager
 def _as_config_errors(model_dir: Path) -> Iterator[None]:
-    if not (model_dir / "config.json").is_file():
-        raise ConfigError(f"policy.model_path={model_dir}: no config.json there; give a local Hugging Face checkpoint.")
+    _check_config(model_dir)
     try:
         yield
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"policy.model_path={model_dir} cannot be loaded for packed scoring: {error}") from error
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"{_said(model_dir)} cannot be loaded for packed scoring: {one_line(error)}") from error
+
+
+def _check_config(model_dir: Path) -> None:
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"{_said(model_dir)}: no config.json there; give a local Hugging Face checkpoint.")
+
+
+def _said(model_dir: Path) -> str:
+    return f"policy.model_path={model_dir}"
 
 
 @contextmanager
@@ -108,34 +114,41 @@ def is_empty(module: nn.Module) -> bool:
 
 
 class ModelFiles:
-    """The safetensors files of a Hugging Face checkpoint."""
+    """The safetensors files of a Hugging Face checkpoint, those that transformers reads. Raises ConfigError."""
 
     def __init__(self, model_dir: Path) -> None:
         self._folder = model_dir
-        self._place: dict[str, str] = {}  # tensor -> file
-        self._open: dict[str, Any] = {}
+        self._stored = stored_tensors(model_dir)
+        self._open: dict[Path, Any] = {}
         self.nbytes_read = 0
-        try:
-            if (model_dir / _INDEX).is_file():
-                self._place = dict(json.loads((model_dir / _INDEX).read_text())["weight_map"])
-            elif (model_dir / _SINGLE).is_file():
-                self._place = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
-        except (OSError, ValueError, KeyError, SafetensorError):
-            self._place = {}  # transformers says what is wrong with them
 
     def hold(self, model: nn.Module) -> bool:
-        """Whether every weight of the model is here under its own name, in its shape."""
-        try:
-            return bool(self._place) and all(
-                name in self._place and tuple(self._slice(name).get_shape()) == tuple(tensor.shape)
-                for name, tensor in _saved_tensors(model)
-            )
-        except (OSError, SafetensorError):
+        """Whether every weight of the model is here under its own name, in its shape, and as a weight: no code."""
+        wanted = dict(_saved_tensors(model))
+        return bool(self._stored) and all(
+            name in self._stored and self._stored[name].shape == tuple(tensor.shape)
+            and (self._stored[name].is_plain or not tensor.is_floating_point()) for name, tensor in wanted.items()
+        )
+
+    def check_tied(self, model: Any, *, said: str = "") -> None:
+        """Raise ConfigError if the configuration ties two tensors of the model that differ in the files."""
+        for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+            if one in self._stored and other in self._stored and not self._equal(one, other):
+                raise ConfigError(untied(said or _said(self._folder), one, other))
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Compare in pieces: both may be too large for the memory of a check."""
+        if self._stored[one].shape != self._stored[other].shape:
             return False
+        rows, (first, second) = self._stored[one].shape[0], (self._slice(one), self._slice(other))
+        return all(
+            torch.equal(first[at : at + _ROWS].float(), second[at : at + _ROWS].float())
+            for at in range(0, rows, _ROWS)
+        )
 
     def tensor(self, name: str) -> Tensor | None:
         """A whole tensor by its name in the files; None if there is none."""
-        return self._file(self._place[name]).get_tensor(name) if name in self._place else None
+        return self._file(name).get_tensor(name) if name in self._stored else None
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> None:
@@ -147,17 +160,18 @@ class ModelFiles:
             if box.shape:
                 rows = self._slice(name)[tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))]
             else:
-                rows = self._file(self._place[name]).get_tensor(name)
+                rows = self._file(name).get_tensor(name)
             self.nbytes_read += rows.nbytes
             local.copy_(rows.to(local.device))
 
     def _slice(self, name: str) -> Any:
-        return self._file(self._place[name]).get_slice(name)
+        return self._file(name).get_slice(name)
 
     def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(self._folder / name, framework="pt")
-        return self._open[name]
+        path = self._stored[name].file
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        return self._open[path]
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from streamrl.config.wording import did_you_mean
 from streamrl.errors import ConfigError
+from streamrl.weights.model_folder import check_folder, declared_quantization, refusal_of
 
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -38,6 +39,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def config_of_model(name: str) -> Any:
     """The configuration of transformers. Raises ConfigError."""
     path = Path(name)
+    if path.is_dir():
+        check_folder(path, said=name, needs_weights=False)
     short = {known.partition("/")[2].lower(): known for known in PUBLISHED}
     known = short.get(name.rpartition("/")[2].lower())
     try:
@@ -46,9 +49,13 @@ def config_of_model(name: str) -> Any:
         elif known is not None:
             values = PUBLISHED[known]
         else:
-            return AutoConfig.from_pretrained(name, trust_remote_code=False)
+            values = AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
+        if (how := declared_quantization(values)) is not None:
+            raise ConfigError(f"{name} {refusal_of(how)}")
         return AutoConfig.for_model(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(
             f"{name}: no configuration of a model can be read there ({' '.join(str(error).split())[:200]}). Give a "
             f"folder with a config.json, that file, or one of {', '.join(PUBLISHED)}.{did_you_mean(name, PUBLISHED)}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import ConfigError
+from streamrl.weights.model_folder import check_adapter, num_rows
 
 SMOLLM2 = "smollm2-135m"  # the folder of experiment=smollm2
 
@@ -19,6 +20,7 @@ def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
             f"{setting}={directory}: there is no such folder (looked in {Path.cwd()}): {made}give a local Hugging Face "
             "checkpoint directory, or a name of the model hub."
         )
+    check_adapter(Path(directory), said=f"{setting}={directory}")
     try:
         found = json.loads((Path(directory) / "config.json").read_text())
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -30,3 +32,9 @@ def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
         raise ConfigError(f"{setting}={directory}: its config.json cannot be read: {error}") from error
     assert isinstance(found, dict), f"{directory}/config.json is no JSON object"
     return found
+
+
+def policy_vocab_size(model_dir: str | Path) -> int:
+    """The vocabulary's size from config.json, without loading the model: the hub checks token ids against it."""
+    config = model_config(model_dir, setting="policy.model_path")
+    return num_rows(config)

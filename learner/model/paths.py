@@ -1,4 +1,4 @@
-"""The model that a run starts from: where it is, how large its vocabulary, in which types it computes and travels."""
+"""The model that a run starts from: where it is, in which types it computes and travels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from learner.model.config_file import model_config
 from learner.model.tiny import prepare_tiny_model
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import PolicyConfig, WireDtype
@@ -43,12 +42,6 @@ def model_directory(
             )
         ranks.barrier()
     return path
-
-
-def policy_vocab_size(model_dir: Path) -> int:
-    """The vocabulary's size from config.json, without loading the model: the hub checks token ids against it."""
-    config = model_config(model_dir, setting="policy.model_path")
-    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -39,6 +39,7 @@ from learner.ranks.mesh import Ranks
 from streamrl.architectures.rope import fix_rope
 from streamrl.config.schema import LearnerConfig
 from streamrl.errors import ConfigError
+from streamrl.weights.model_folder import check_folder
 
 log = logging.getLogger("streamrl.learner")
 
@@ -163,18 +164,21 @@ def load_policy(
         around: makes the network of its layers that is sharded in its place, with a mesh; what that leaves out is not
             read.
     Raises:
-        ConfigError: no such directory, a model whose packed log-probs would not be its own, or an attention that cannot
-            be computed here; on every rank.
+        ConfigError: no such directory, weights that another reader would take for others, a model whose packed
+            log-probs would not be its own, or an attention that cannot be computed here; on every rank.
     """
     ranks, path = ranks or Ranks(), Path(model_dir)
+    check_folder(path)
     attention = choose_attention(attention, device=ranks.device, dtype=dtype)
     options = {"max_tokens": max_tokens, "share_prompts": share_prompts}
     files = whole = None
     if ranks.fsdp_mesh is None or adapt is not None:
-        model = read_model(path, attention=ATTENTION)
+        model = read_model(path, attention=ATTENTION, needs_head=around is None)
         rule, shares = _checked(model, path, **options)
     else:
-        model, files, whole, rule, shares = _skeleton(path, ranks, masters, **options)
+        model, files, whole, rule, shares = _skeleton(
+            path, ranks, masters, needs_head=around is None, **options
+        )
     empty = is_empty(model)
     policy = assemble(
         model, ranks, dtype=dtype, rule=rule, shares_prompts=shares, attention=attention, compile_with=compile_with,
@@ -229,7 +233,7 @@ def _checked(model: Any, path: Path, *, max_tokens: int | None, share_prompts: b
 
 
 def _skeleton(
-    path: Path, ranks: Ranks, masters: torch.dtype, *, max_tokens: int | None, share_prompts: bool
+    path: Path, ranks: Ranks, masters: torch.dtype, *, needs_head: bool, max_tokens: int | None, share_prompts: bool
 ) -> tuple[Any, ModelFiles | None, Any, LogitRule, bool]:
     """A model without weights; the files to fill it from, or on rank 0 the whole model; what the check found."""
     model = empty_model(path, dtype=masters, attention=ATTENTION)
@@ -238,7 +242,8 @@ def _skeleton(
     rule, shares = PLAIN, False
     if ranks.rank == 0:  # the others wait: one copy of the layers, and one core that computes them
         try:
-            whole = None if by_rows else read_model(path, attention=ATTENTION)
+            whole = None if by_rows else read_model(path, attention=ATTENTION, needs_head=needs_head)
+            files.check_tied(model)
             checked = whole or read_first_layers(path, files, model.config, attention=ATTENTION)
             rule, shares = _checked(checked, path, max_tokens=max_tokens, share_prompts=share_prompts)
         except ConfigError as error:

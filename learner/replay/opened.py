@@ -20,7 +20,7 @@ from learner.data.trajectories import TrajectoryReader
 from learner.loop.retrain import Retrained, retrain
 from learner.loop.steering import Steering
 from learner.model.adapter.base import AdapterOf
-from learner.model.paths import policy_vocab_size
+from learner.model.config_file import policy_vocab_size
 from learner.objective.plan import BatchPlan
 from learner.objective.statistics.step import StepStatistics
 from learner.publish.digests import WeightDigests

@@ -17,7 +17,8 @@ from envs.data_task import DataTask
 from envs.registry import task_of
 from learner.checkpoint.resume import ResumeState, find_resume_state, surviving_lineage
 from learner.checkpoint.run_lock import RunLock, lock_run_dir
-from learner.model.paths import model_directory, policy_vocab_size
+from learner.model.config_file import policy_vocab_size
+from learner.model.paths import model_directory
 from learner.ranks.mesh import Ranks
 from learner.setup.model_hub import find_models
 from learner.setup.preflight import check_settings, checked_eval_sets, models_of, template_text

@@ -21,7 +21,7 @@ from envs.check import check_task
 from envs.registry import task_of
 from learner.data.dialogues import task_dialogues
 from learner.hub_client.settings import answer_limit
-from learner.model.config_file import model_config
+from learner.model.config_file import model_config, policy_vocab_size
 from learner.setup.model_hub import find_models
 from streamrl.config.eval_sets import EvalSet, eval_sets, longest_sequence
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, largest_eta, largest_max_lag, steps_per_batch, tracker_names
@@ -40,6 +40,7 @@ from streamrl.extension import import_attribute
 from streamrl.gpus import gpu_of
 from streamrl.metrics.trackers.registry import check_trackers
 from streamrl.transport.keys import KeyDirectory
+from streamrl.weights.model_folder import INDEX, SINGLE, check_folder, check_vocabulary, one_line, stored_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +72,7 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
     check_port(config.hub.bind, "hub.bind")
     _check_vllm_heads(config)
     _check_tensor_parallel(config)
+    check_folders(config, notify)
     template_text(config.data.chat_template)
     _check_template(config, notify)
     task = task_of(config)
@@ -231,17 +233,66 @@ def check_port(address: str, setting: str) -> None:
 def check_models(config: Config, notify: Callable[[str], None]) -> None:
     """Find every model that the settings name. Raises ConfigError."""
     find_models(models_of(config), notify, allow=config.actors.allow)
-    paths = {"reference.model_path": config.reference.model_path, "critic.model_path": config.critic.model_path}
-    if not config.policy.tiny.enabled:
-        paths["policy.model_path"] = config.policy.model_path
-    for setting, path in paths.items():
-        if path is not None:
-            model_config(path, setting=setting)
+    for setting, path in _folders(config).items():
+        model_config(path, setting=setting)
     if config.distill.teacher is not None and config.policy.model_path is not None:  # a tiny model is made later
         from learner.model.teacher.load import check_teacher
 
         temperature = config.rollout.train.sampling.temperature
         check_teacher(config.distill.teacher, Path(config.policy.model_path), temperature=temperature)
+
+
+def check_folders(config: Config, notify: Callable[[str], None]) -> None:
+    """Refuse a model that some part of the run would read otherwise than transformers does. Raises ConfigError.
+
+    Of the models that `check_models` has found.
+    """
+    for setting, path in _folders(config).items():
+        is_critic = setting == "critic.model_path"  # which may be a value head alone
+        check_folder(path, said=f"{setting}={path}", needs_weights=not is_critic)
+        if not is_critic:
+            _check_tied(Path(path), setting, notify)
+        if setting == "policy.model_path":
+            _check_tokenizer(Path(path))
+
+
+def _folders(config: Config) -> dict[str, str]:
+    """The folders of models that the settings name, by setting, but for a teacher's."""
+    found = {"reference.model_path": config.reference.model_path, "critic.model_path": config.critic.model_path}
+    if not config.policy.tiny.enabled:
+        found["policy.model_path"] = config.policy.model_path
+    return {setting: path for setting, path in found.items() if path is not None}
+
+
+def _check_tied(folder: Path, setting: str, notify: Callable[[str], None]) -> None:
+    """Refuse two embeddings that differ where the configuration says they are one; a model is built only if need be."""
+    stored, settings = stored_tensors(folder), model_config(folder, setting=setting)
+    if (folder / SINGLE).is_file() and (folder / INDEX).is_file():
+        notify(f"{setting}={folder} holds {SINGLE} and {INDEX}: the former is read, as transformers does")
+    rows = policy_vocab_size(folder)
+    tables = [name for name, one in stored.items() if len(one.shape) == 2 and one.shape[0] == rows]
+    if len(tables) > 1 and settings.get("tie_word_embeddings") is not False:
+        import torch
+
+        from learner.checkpoint.model_files import ModelFiles, empty_model
+
+        model = empty_model(folder, dtype=torch.float32, attention="eager")
+        ModelFiles(folder).check_tied(model, said=f"{setting}={folder}")
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Refuse a tokenizer that cannot be loaded, or that has more tokens than the model."""
+    from transformers import AutoTokenizer
+
+    said = f"policy.model_path={folder}"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of any library that a tokenizer needs
+        raise ConfigError(
+            f"{said}: its tokenizer cannot be loaded, put tokenizer.json and tokenizer_config.json there: "
+            f"{one_line(error)}"
+        ) from error
+    check_vocabulary(tokenizer, policy_vocab_size(folder), said=said)
 
 
 def _check_tensor_parallel(config: Config) -> None:

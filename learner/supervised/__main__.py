@@ -48,8 +48,9 @@ def train(kind: str, words: list[str]) -> int:
     config = load_config(words, notify=log.info)
     from learner.ranks.stop_flag import StopFlag
     from learner.setup.device import agreed_run_dir, start_ranks
-    from learner.supervised.run import build_run
+    from learner.supervised.run import build_run, check_start
 
+    check_start(config, kind)
     stop = StopFlag(grace_s=2 * config.run.shutdown_s)
     ranks = start_ranks(config.run, config.learner)
     with ExitStack() as resources:

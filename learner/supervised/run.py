@@ -36,7 +36,7 @@ from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
 from learner.record.recorder import Recorder
 from learner.setup.model_hub import find_models
-from learner.setup.preflight import template_text
+from learner.setup.preflight import check_folders, template_text
 from learner.setup.publishing import background_of
 from learner.setup.trainer import load_networks
 from learner.sources.skipped import SkippedSteps
@@ -226,9 +226,8 @@ class Run:
         return export_model(self.method.network, self.model_dir, folder, self.ranks, lora=lora, dtype=dtype)
 
 
-def build_run(config: Config, kind: str, run_dir: Path, stop: StopFlag, ranks: Ranks, resources: ExitStack) -> Run:
-    """Everything from the lock on the directory to the first step; a collective call. Raises ConfigError, TaskError."""
-    torch.manual_seed(config.run.seed)
+def check_start(config: Config, kind: str) -> None:
+    """What the settings and the model's files alone decide, before there is a run directory. Raises ConfigError."""
     if config.policy.model_path is None or config.data.path is None:
         missing = "policy.model_path" if config.policy.model_path is None else "data.path"
         raise ConfigError(f"streamrl {kind} needs {missing}=...: the model to start from, and a file of records")
@@ -237,6 +236,16 @@ def build_run(config: Config, kind: str, run_dir: Path, stop: StopFlag, ranks: R
     config.data.chat_template = template_text(config.data.chat_template)
     models = {"policy.model_path": config.policy, "reference.model_path": config.reference}
     find_models(models, log.info, allow=config.actors.allow)
+    check_folders(config, log.info)
+
+
+def build_run(config: Config, kind: str, run_dir: Path, stop: StopFlag, ranks: Ranks, resources: ExitStack) -> Run:
+    """Everything from the lock on the directory to the first step; a collective call. Raises ConfigError, TaskError.
+
+    Of settings that `check_start` has seen.
+    """
+    torch.manual_seed(config.run.seed)
+    assert config.policy.model_path is not None
     model_dir, data = Path(config.policy.model_path), config.data
     dataset = open_dataset(data, shape_of(data, pairs=kind != "sft"))
     log.info("data: %s", dataset)

@@ -86,7 +86,8 @@ def settings_of(config: Config, run_dir: Path, model: Model, vocab_size: int) ->
 def examine(words: Words, notify: Callable[[str], None]) -> bool:
     """Run the examination and print what it found; whether the actor passed."""
     from envs.registry import task_of
-    from learner.model.paths import model_directory, policy_vocab_size
+    from learner.model.config_file import policy_vocab_size
+    from learner.model.paths import model_directory
     from learner.ranks.mesh import Ranks
 
     config = load_config([*RUN, f"hub.bind={words.address}", *words.settings])

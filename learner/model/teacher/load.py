@@ -14,6 +14,7 @@ from learner.model.reference import FrozenPolicy
 from learner.model.teacher.remote import SETTING, RemoteTeacher
 from learner.ranks.mesh import Ranks
 from streamrl.errors import ConfigError
+from streamrl.weights.model_folder import check_folder
 
 
 def load_teacher(
@@ -66,6 +67,7 @@ def check_teacher(path: str | Path, model_dir: Path, *, temperature: float = 1.0
     from transformers import AutoTokenizer
 
     model_config(path, setting=SETTING)
+    check_folder(path, said=f"{SETTING}={path}")
     mine, theirs = (AutoTokenizer.from_pretrained(str(folder)).get_vocab() for folder in (model_dir, path))
     different = [token for token, number in mine.items() if theirs.get(token) != number]
     if not different:

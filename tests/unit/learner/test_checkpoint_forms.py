@@ -1,0 +1,139 @@
+"""Every form of a checkpoint: learner, ranks and engine read what plain transformers does, or refuse it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.local_policy import find_model, local_config, open_policy
+from envs.rewards.local_model import check_checkpoint
+from learner.fit.models import config_of_model
+from learner.model.policy import load_policy
+from learner.ranks.mesh import Ranks
+from learner.setup.preflight import check_folders, check_models
+from learner.supervised.__main__ import train
+from streamrl.config.load import load_config
+from streamrl.errors import ConfigError
+from tests.unit.learner import checkpoint_forms as forms
+from tests.unit.learner.checkpoint_forms import MADE_UP, READ, REFUSED, ROWS
+from tests.unit.learner.test_two_ranks import launch_script
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@dataclass(frozen=True)
+class Made:
+    folders: dict[str, Path]
+    of_ranks: list[dict[str, list[float] | str]]
+    """What each of two ranks read, by the folder's name."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Made:
+    work = tmp_path_factory.mktemp("forms")
+    folders = forms.make_all(work)
+    launch_script(2, Path(forms.__file__), work)
+    return Made(folders, [json.loads((work / f"rank-{rank}.json").read_text()) for rank in (0, 1)])
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    ranks = Ranks.start("cpu", sharded=True)
+    yield ranks
+    ranks.close()
+
+
+def preflight(folder: Path) -> list[str]:
+    """What a launch checks of the model's files before it makes a directory; what it told."""
+    told: list[str] = []
+    config = load_config([f"policy.model_path={folder}"])
+    check_models(config, told.append)
+    check_folders(config, told.append)
+    return told
+
+
+async def of_engine(folder: Path) -> torch.Tensor:
+    """Log-probs of ROWS by the native engine, as `streamrl chat` and `streamrl eval` start it."""
+    short = ["rollout.max_prompt_tokens=64", "rollout.train.sampling.max_new_tokens=32"]
+    policy = await open_policy(local_config(str(folder), ["actors.device=cpu", *short]))
+    try:
+        scored = [await policy.engine.score(row.tolist(), start=1, temperature=1.0) for row in ROWS]
+    finally:
+        await policy.engine.close()
+    return torch.tensor([one for row in scored for one in row])
+
+
+@pytest.mark.parametrize("form", READ)
+def test_every_reader_reads_what_plain_transformers_does(made, sharded, form):
+    folder = made.folders[form]
+    expected = forms.expected(folder)
+
+    preflight(folder)
+    for found in (
+        forms.logprobs(load_policy(folder)), forms.logprobs(load_policy(folder, ranks=sharded)),
+        *(torch.tensor(one[folder.name]) for one in made.of_ranks), asyncio.run(of_engine(folder)),
+    ):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("form", REFUSED | MADE_UP)
+def test_what_they_would_read_otherwise_is_refused_by_each_in_one_sentence(made, sharded, form):
+    folder, (_, said) = made.folders[form], (REFUSED | MADE_UP)[form]
+
+    def refused(read) -> None:
+        with pytest.raises(ConfigError) as error:
+            read()
+        text = str(error.value)
+        assert re.search(said, text) and "\n" not in text and str(folder) in text
+
+    if form in REFUSED:
+        refused(lambda: preflight(folder))
+    refused(lambda: asyncio.run(of_engine(folder)))
+    if form != "adapter alone":  # has no configuration: found before
+        refused(lambda: load_policy(folder, ranks=sharded))
+        assert re.search(said, str(made.of_ranks[0][folder.name]))
+        assert isinstance(made.of_ranks[1][folder.name], str)  # or that rank 0 has said it
+
+
+def test_a_file_wins_over_an_index_and_the_user_is_told(made):
+    told = preflight(made.folders["index beside the file"])
+    assert any("the former is read" in line for line in told) and not preflight(made.folders["sharded"])
+
+
+@pytest.mark.parametrize("form", ["FP8 blocks", "GPTQ", "adapter beside"])
+def test_other_commands_refuse_such_a_folder_too(made, form, tmp_path):
+    folder, (_, said) = made.folders[form], REFUSED[form]
+    path = folder / "config.json"
+    before = path.read_text()
+    try:
+        forms.settings(folder, architectures=["Qwen3ForSequenceClassification"], id2label={"0": "score"})
+        for read in (
+            lambda: config_of_model(str(folder)), lambda: find_model(str(folder)), lambda: check_checkpoint(str(folder))
+        ):
+            with pytest.raises(ConfigError, match=said):
+                read()
+    finally:
+        path.write_text(before)
+
+
+def test_a_supervised_run_refuses_it_before_it_makes_a_directory(made, tmp_path):
+    data = tmp_path / "records.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    words = [f"policy.model_path={made.folders['AWQ']}", f"data.path={data}", f"run.root={tmp_path / 'runs'}"]
+    with pytest.raises(ConfigError, match=r"quantized weights \(awq\)"):
+        train("sft", words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_refused(tmp_path):
+    folder = forms.start(tmp_path / "model")
+    forms.tokenizer(more=[f"<more{n}>" for n in range(40)]).save_pretrained(folder)
+    for read in (lambda: preflight(folder), lambda: asyncio.run(of_engine(folder))):
+        with pytest.raises(ConfigError, match=r"has \d+ tokens that its model has no row for, the first '<more\d+>'"):
+            read()
