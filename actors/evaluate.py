@@ -67,7 +67,7 @@ async def evaluate(one: EvalSet, policy: LocalPolicy, task: Task, out: TextIO, p
     config, num_prompts = one.config, num_prompts_of(one, task)
     answers = Answers([[] for _ in range(num_prompts)], [[] for _ in range(num_prompts)])
     rules = episode_rules(config, one.sampling, task, trains=False)
-    renderer = make_renderer(config, policy.tokenizer, task)
+    renderer = make_renderer(config, policy.tokenizer, policy.end_ids, task)
     runner = EpisodeRunner(
         task, policy.engine, renderer, rules, num_threads=config.env.num_threads, endpoint=make_endpoint(config)
     )

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from actors.engines.base import Engine
 from actors.engines.native.weight_sets import checkpoint_tensors
 from actors.engines.registry import build_engine
-from actors.render import Renderer, load_tokenizer
+from actors.render import Renderer, load_end_ids, load_tokenizer
 from actors.settings import engine_spec, make_renderer
 from streamrl.config.load import ALLOW, load_config, load_run_config
 from streamrl.config.schema import Config, SamplingConfig
@@ -33,10 +33,11 @@ from streamrl.weights.saved import SavedAdapter, read_version, saved_adapter, sa
 
 @dataclass(slots=True)
 class LocalPolicy:
-    """An engine that serves one model, its tokenizer, and what turns messages into its tokens."""
+    """An engine that serves one model, its tokenizer and ends of turns, and what turns messages into its tokens."""
 
     engine: Engine
     tokenizer: Any
+    end_ids: frozenset[int]
     renderer: Renderer
 
 
@@ -173,11 +174,11 @@ async def open_policy(config: Config, task: Task | None = None) -> LocalPolicy:
         tokenizer = load_tokenizer(files)
         rows = num_rows(json.loads((files / "config.json").read_text()))
         check_vocabulary(tokenizer, rows, said=f"the model {config.policy.model_path}")
-        spec = engine_spec(config, files, tokenizer)
+        spec, end_ids = engine_spec(config, files, tokenizer), load_end_ids(files, tokenizer)
         engine = build_engine(config.actors.engine, spec)
         tensors = model.tensors(files, spec.dtype)
     await engine.install(tensors, VersionRef(1, model.version or 0))
-    return LocalPolicy(engine, tokenizer, make_renderer(config, tokenizer, task))
+    return LocalPolicy(engine, tokenizer, end_ids, make_renderer(config, tokenizer, end_ids, task))
 
 
 def sampling_message(sampling: SamplingConfig) -> Sampling:

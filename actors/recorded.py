@@ -20,7 +20,7 @@ from actors.engines.base import EngineStats, GenerateRequest, Generation, Instal
 from actors.env_calls.group_step import GroupStep
 from actors.episode import EpisodeRunner
 from actors.local_policy import LocalModel
-from actors.render import load_tokenizer
+from actors.render import load_end_ids, load_tokenizer
 from actors.settings import episode_rules, make_renderer
 from actors.trajectory.rules import PromptTooLongError
 from envs.registry import task_of
@@ -183,7 +183,8 @@ async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: i
         await asyncio.to_thread(task.set_up)
     try:
         with LocalModel(run_dir, 0).files() as files:
-            renderer = make_renderer(config, load_tokenizer(files), task)
+            tokenizer = load_tokenizer(files)
+            renderer = make_renderer(config, tokenizer, load_end_ids(files, tokenizer), task)
         runner = EpisodeRunner(
             task, RecordedEngine(_NO_MEMBER, b""), renderer, episode_rules(config, config.rollout.train.sampling, task),
             num_threads=config.env.num_threads,

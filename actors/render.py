@@ -6,15 +6,17 @@ environment's messages in between.
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from actors.engines.base import end_of_sequence_ids
 from actors.trajectory.token_bytes import token_bytes
 from envs.data.chat_template import Tools, plain_text, rendered, template_forms, template_text, writes_calls
 from envs.rewards.thoughts import TAIL, heard
@@ -35,10 +37,21 @@ def load_tokenizer(model_dir: str | Path) -> Any:
     return AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
 
 
+def load_end_ids(model_dir: str | Path, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a turn of the model in a folder, as its engine has them."""
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    written = (Path(model_dir) / "generation_config.json").exists()
+    generation = GenerationConfig.from_pretrained(model_dir, local_files_only=True) if written else None
+    return end_of_sequence_ids(config.get_text_config(), generation, tokenizer)
+
+
 class Renderer:
     """Turns messages into ids with a tokenizer of transformers.
 
+    The tokenizer is its own: users' code gets `users_tokenizer`, whose limits and padding change no prompt.
+
     Args:
+        end_ids: tokens that end a turn of the model beside the tokenizer's own; they need not be special tokens.
         apply_chat_template: use the tokenizer's chat template, if it has one; else contents are joined by newlines.
         system_prompt: a system message put before every conversation that does not begin with one.
         chat_template: Jinja text in place of the tokenizer's own template.
@@ -47,17 +60,26 @@ class Renderer:
 
     def __init__(
         self, tokenizer: Any, *, apply_chat_template: bool = True, system_prompt: str | None = None,
-        chat_template: str | None = None, tool_prompt: str = "",
+        chat_template: str | None = None, tool_prompt: str = "", end_ids: Collection[int] = (),
     ) -> None:
         self.tokenizer = tokenizer
-        if chat_template is not None:
-            tokenizer.chat_template = chat_template
-        self.template = template_text(tokenizer) if apply_chat_template else ""
+        self._given_template = chat_template  # the tokenizer may also serve a set of other settings
+        template = template_text(tokenizer) if chat_template is None else chat_template
+        self.template = template if apply_chat_template else ""
         self.chat = bool(self.template)
         self.writes_calls = writes_calls(self.template)
+        self._end_ids = frozenset(end_ids) | end_of_sequence_ids(tokenizer)
         self._decode, self._encode = _decoder(tokenizer), _encoder(tokenizer)
         self._system_prompt = system_prompt
         self._tool_prompt = "" if "tools" in self.template else tool_prompt
+
+    @cached_property
+    def users_tokenizer(self) -> Any:
+        """A copy of the tokenizer, with the chat template of the run."""
+        copied = copy.deepcopy(self.tokenizer)
+        if self._given_template is not None:
+            copied.chat_template = self._given_template
+        return copied
 
     def render(self, messages: Sequence[ChatMessage] | InputText, tools: Tools = ()) -> list[int]:
         """The prompt of an episode's first turn; the template shows the JSON schemas of its tools.
@@ -88,11 +110,16 @@ class Renderer:
     def follow(self, text: str, *, last_token: int) -> list[int]:
         """Text that follows the model's words as ids, encoded alone: no template, no special tokens.
 
-        The model's words are known without special tokens. If it ended its turn with one (`last_token`) and the text,
-        which cannot tell, writes it again, it stands once. One that the model did not reach comes with the text.
+        The model's words are known without the end of its turn and without special tokens. If the turn ended with one
+        of these (`last_token`) and the text, which cannot tell, writes it again, it stands once. One that the model
+        did not reach comes with the text.
         """
-        ids = self.encode(text)
-        return ids[1:] if ids and ids[0] == last_token and last_token in self.tokenizer.all_special_ids else ids
+        if last_token not in self._end_ids and last_token not in self.tokenizer.all_special_ids:
+            return self.encode(text)
+        ids, end = self.encode(text), self.whole_text([last_token])
+        if ids and ids[0] == last_token:
+            return ids[1:]
+        return self.encode(text[len(end) :]) if end and text.startswith(end) else ids
 
     def more_text(self, messages: Sequence[ChatMessage]) -> str:
         """The environment's messages as text, between the end of the model's turn and its next one.
@@ -112,8 +139,9 @@ class Renderer:
         return after
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Decode these tokens without special ones, spaces as they are."""
-        return self._decode(list(token_ids))
+        """Decode these tokens without special ones and without the end of the turn, spaces as they are."""
+        ended = len(token_ids) > 0 and int(token_ids[-1]) in self._end_ids
+        return self._decode(list(token_ids[:-1] if ended else token_ids))
 
     def whole_text(self, token_ids: Sequence[int]) -> str:
         """Decode these tokens, special ones included."""
@@ -127,9 +155,10 @@ class Renderer:
     def _template(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> str:
         """A conversation that ends with words of the assistant is one for the model to continue."""
         begun = bool(messages) and messages[-1].role == "assistant"
+        own = {} if self._given_template is None else {"chat_template": self._given_template}
         return rendered(
             self.tokenizer, template_forms(messages, self.template), tools, add_generation_prompt=not begun,
-            continue_final_message=begun,
+            continue_final_message=begun, **own,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -192,9 +221,11 @@ def _encoder(tokenizer: Any) -> Callable[[str, bool], list[int]]:
     """The tokenizer's `input_ids` of a text, with or without special tokens around it."""
     if not _is_plain(tokenizer, "__call__", "_encode_plus"):
         return lambda text, special: list(tokenizer(text, add_special_tokens=special)["input_ids"])
-    tokenizer("a", add_special_tokens=False)  # switches off what the file may say of truncation and padding
-    encode = tokenizer.backend_tokenizer.encode
-    batch = tokenizer.backend_tokenizer.encode_batch_fast  # it has no offsets, which take a hundred bytes a character
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # whatever the file says
+    backend.no_padding()
+    encode = backend.encode
+    batch = backend.encode_batch_fast  # it has no offsets, which take a hundred bytes a character
 
     def encoded(text: str, special: bool) -> list[int]:
         # A batch gives the interpreter's lock away, and then waits 5 ms where another thread is busy.

@@ -14,8 +14,8 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import zmq
 
@@ -24,7 +24,7 @@ from actors.engines.registry import build_engine
 from actors.env_calls.inline import InlineCalls
 from actors.episode import EpisodeRunner
 from actors.load import LoadMeter
-from actors.render import load_tokenizer
+from actors.render import Renderer, load_end_ids, load_tokenizer
 from actors.settings import (
     adapter_spec,
     engine_spec,
@@ -43,7 +43,7 @@ from streamrl.config.eval_sets import EvalSet, eval_sets
 from streamrl.config.load import from_plain, to_plain
 from streamrl.config.rules import eval_sampling
 from streamrl.config.schema import ActorsConfig
-from streamrl.environment import HasSetUp
+from streamrl.environment import HasSetUp, Task
 from streamrl.errors import ConfigError
 from streamrl.messages import (
     ANSWERED_STEPS,
@@ -230,9 +230,10 @@ def build_runtime(
         assets = source.fetch_assets(welcome.offers, welcome.assets_nbytes, welcome.assets_digest)
         unpack_assets(assets, model_dir)
         tokenizer = load_tokenizer(model_dir)
+        end_ids = load_end_ids(model_dir, tokenizer)
         spec = replace(engine_spec(config, Path(model_dir), tokenizer), adapter=adapter_spec(welcome))
         engine = build_engine(config.actors.engine, spec)
-    renderer = make_renderer(config, tokenizer, task)
+    renderer = make_renderer(config, tokenizer, end_ids, task)
     load, inline = LoadMeter(), InlineCalls()
     endpoint = make_endpoint(config)
     runners = [
@@ -242,7 +243,10 @@ def build_runtime(
         )
         for sampling, trains in ((config.rollout.train.sampling, True), (eval_sampling(config), False))
     ]
-    sets = {one.name: set_runner(one, engine, tokenizer, load, own=runners[1]) for one in eval_sets(config) if one.name}
+    sets = {
+        one.name: set_runner(one, engine, partial(make_renderer, one.config, tokenizer, end_ids), load, own=runners[1])
+        for one in eval_sets(config) if one.name
+    }
     installer = Installer(engine, source.fetch, fetch_deadline_s=FETCH_DEADLINE_S, on_close=source.close)
     return ActorRuntime(
         engine, installer, *runners, set_welcome=set_welcome,
@@ -252,7 +256,9 @@ def build_runtime(
     )
 
 
-def set_runner(one: EvalSet, engine: Engine, tokenizer: Any, load: LoadMeter, *, own: EpisodeRunner) -> EpisodeRunner:
+def set_runner(
+    one: EvalSet, engine: Engine, renderer_of: Callable[[Task], Renderer], load: LoadMeter, *, own: EpisodeRunner
+) -> EpisodeRunner:
     """Plays the episodes of an evaluation set; one of the run's own records has the task of `own`."""
     task = own.task
     if one.other_task:
@@ -260,9 +266,8 @@ def set_runner(one: EvalSet, engine: Engine, tokenizer: Any, load: LoadMeter, *,
         if isinstance(task, HasSetUp):
             task.set_up()
     rules = episode_rules(one.config, one.sampling, task, trains=False)
-    renderer = make_renderer(one.config, tokenizer, task)
     return EpisodeRunner(
-        task, engine, renderer, rules, num_threads=one.config.env.num_threads, load=load, endpoint=own.endpoint
+        task, engine, renderer_of(task), rules, num_threads=one.config.env.num_threads, load=load, endpoint=own.endpoint
     )
 
 

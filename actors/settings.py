@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,11 @@ def local_settings(overrides: Sequence[str]) -> Config:
     return from_plain({"policy": {"tiny": {"enabled": True}}}, list(overrides))
 
 
-def make_renderer(config: Config, tokenizer: Any, task: Task | None) -> Renderer:
+def make_renderer(config: Config, tokenizer: Any, end_ids: Collection[int], task: Task | None) -> Renderer:
     """Make the renderer of this task's conversations; without a task it has no system or tool prompt of its own."""
     system_prompt = config.data.system_prompt
     return Renderer(
-        tokenizer, apply_chat_template=config.data.apply_chat_template, chat_template=config.data.chat_template,
+        tokenizer, end_ids=end_ids, apply_chat_template=config.data.apply_chat_template, chat_template=config.data.chat_template,
         system_prompt=getattr(task, "system_prompt", None) if system_prompt == "auto" else system_prompt,
         tool_prompt=getattr(task, "tool_prompt", ""),
     )

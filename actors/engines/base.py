@@ -220,6 +220,15 @@ LOWEST_TEMPERATURE = 1e-6
 """But for 0: logits divided by less are no longer finite in float32."""
 
 
+def end_of_sequence_ids(*sources: Any) -> frozenset[int]:
+    """Every token that ends a sequence, by a model's configuration, its generation settings and its tokenizer."""
+    ids: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return frozenset(ids)
+
+
 def check_request(request: GenerateRequest, max_tokens: int, vocab_size: int) -> None:
     """Raise RequestError for a request that cannot be generated within `max_tokens`."""
     check_sampling(request.sampling)

@@ -6,6 +6,9 @@ A factory gets an `EngineSpec` and returns an object that meets `actors.engines.
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 from actors.engines.base import Engine, EngineFactory, EngineSpec
 from streamrl.config.rules import ENGINES
 from streamrl.errors import ConfigError
@@ -25,6 +28,8 @@ def engine_factory(name: str) -> EngineFactory:
 
 def build_engine(name: str, spec: EngineSpec) -> Engine:
     """The engine that `actors.engine` names; may take minutes. Raises ConfigError if there is none."""
+    if name not in ENGINES:  # a user's own: what it sets on its tokenizer changes no prompt
+        spec = replace(spec, tokenizer=copy.deepcopy(spec.tokenizer))
     engine = engine_factory(name)(spec)
     if missing := [attribute for attribute in _PROTOCOL if not hasattr(engine, attribute)]:
         raise ConfigError(

@@ -56,7 +56,6 @@ class Client:
         resume: Callable[[], None], on_progress: Callable[[], None],
         open_session: Callable[[Client], AbstractAsyncContextManager[AgentSession]],
     ) -> None:
-        self.tokenizer = renderer.tokenizer
         self.chat = Chat(self)
         self.failure: Exception | None = None
         self.full = ""
@@ -68,6 +67,11 @@ class Client:
         self._texts = Texts(renderer)
         self._num_turns = self._num_waiting = 0
         self._closed = False
+
+    @property
+    def tokenizer(self) -> Any:
+        """A copy of the model's: what a loop sets on it changes no prompt."""
+        return self._renderer.users_tokenizer
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from actors.engines.base import (
     Generation,
     InstallTimes,
     check_request,
+    end_of_sequence_ids,
 )
 from actors.engines.native.adapters import AdapterSets
 from actors.engines.native.answers import Answer, Answers
@@ -62,14 +63,9 @@ def build_model(model_dir: str | Path, *, dtype: torch.dtype, device: torch.devi
     return model
 
 
-def end_of_sequence_ids(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends a sequence, by the model's configuration, its generation settings and the tokenizer."""
-    sources = (model.config.get_text_config(), getattr(model, "generation_config", None), tokenizer)
-    ids: set[int] = set()
-    for source in sources:
-        value = getattr(source, "eos_token_id", None)
-        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return frozenset(ids)
+def model_end_ids(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
+    """The tokens at which an engine of this model ends a sequence."""
+    return end_of_sequence_ids(model.config.get_text_config(), getattr(model, "generation_config", None), tokenizer)
 
 
 class NativeEngine:
@@ -92,7 +88,7 @@ class NativeEngine:
         _check_sizes(model, max_num_seqs, max_tokens)
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
         self._policy, self._num_threads = install_policy, num_threads
-        self._eos_ids = end_of_sequence_ids(model, tokenizer)
+        self._eos_ids = model_end_ids(model, tokenizer)
         self._decode = decoder(tokenizer) if tokenizer is not None else None
         prepare(model, max_tokens)
         model.requires_grad_(False).to(device).set_attn_implementation(ATTENTION_NAME)

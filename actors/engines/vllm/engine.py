@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from actors.engines.base import EngineSpec, EngineStats, GenerateRequest, Generation, InstallTimes, check_request
-from actors.engines.native.engine import build_model, end_of_sequence_ids
+from actors.engines.native.engine import build_model, model_end_ids
 from actors.engines.native.weight_sets import check_document, checkpoint_tensors
 from actors.engines.vllm.client import (
     CoreDiedError,
@@ -75,7 +75,7 @@ class VllmEngine:
         with torch.device("meta"):
             model = build_model(spec.model_dir, dtype=spec.dtype, device="meta")
         self._expected = checkpoint_tensors(model)
-        self._eos_ids = sorted(end_of_sequence_ids(model, spec.tokenizer))
+        self._eos_ids = sorted(model_end_ids(model, spec.tokenizer))
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         # One more than asked for: to score tokens, vLLM must be allowed to sample one, which is thrown away.
