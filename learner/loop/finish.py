@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from learner.loop.run import Run
-from learner.publish.export import export_critic, export_model
+from learner.publish.export import export_critic, export_model, used_template
 from streamrl.errors import StreamrlError
 
 log = logging.getLogger("streamrl.learner")
@@ -22,6 +22,7 @@ def finish(run: Run, *, completed: bool) -> None:
         exported = export_model(
             run.trainer.networks.policy, run.model_dir, run.run_dir / "model", run.ranks, lora=lora,
             dtype=run.trainer.settings.wire_dtype,  # as actors had it
+            chat_template=used_template(run.config.data),
         )
         log.info("the trained model is in %s", exported)
         if (critic := run.trainer.networks.critic) is not None:

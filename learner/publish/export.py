@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -22,8 +23,10 @@ from learner.model.critic_network import VALUE_HEAD
 from learner.model.parameters import policy_tensors, travels_as
 from learner.model.policy import Policy
 from learner.ranks.mesh import Ranks
-from streamrl.config.schema import LoraConfig
+from streamrl.config.schema import DataConfig, LoraConfig
 from streamrl.weights.adapter import merged
+
+log = logging.getLogger("streamrl.learner")
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
@@ -31,7 +34,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 @torch.no_grad()
 def export_model(
     policy: Policy, model_dir_source: Path | str, out_dir: Path | str, ranks: Ranks | None = None, *,
-    lora: LoraConfig | None = None, dtype: torch.dtype = torch.float32,
+    lora: LoraConfig | None = None, dtype: torch.dtype = torch.float32, chat_template: str | None = None,
 ) -> Path:
     """Write weights and config of the policy, and every other small file (tokenizer, templates) of its first model.
 
@@ -42,6 +45,7 @@ def export_model(
         dtype: of the weights.
         lora: of a policy with an adapter, which is merged here and also written on its own, in peft's form, to the
             folder `adapter` beside `out_dir`.
+        chat_template: Jinja text in which the policy was prompted, if it was not its first model's own.
     """
     out_dir, source = Path(out_dir), Path(model_dir_source)
     ranks = ranks or Ranks()
@@ -56,6 +60,7 @@ def export_model(
                 save_adapter(adapter, lora, draft, model_path=str(source.resolve()))
         with _replacing(out_dir) as draft:
             _copy_small_files(source, draft)
+            set_chat_template(draft, chat_template)
             policy.model.save_pretrained(draft, state_dict=weights)
             _say_type(draft / "config.json", dtype)  # the model's own parameters are the masters
     ranks.barrier()
@@ -89,6 +94,25 @@ def _copy_small_files(source: Path, folder: Path) -> None:
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, folder / path.name)
+
+
+def used_template(data: DataConfig) -> str | None:
+    """The chat template of the settings, if prompts are rendered with it."""
+    return data.chat_template if data.apply_chat_template else None
+
+
+def set_chat_template(folder: Path, text: str | None) -> None:
+    """Make this the template of a checkpoint, so that all who prompt it do it as in training; None changes nothing."""
+    if text is None:
+        return
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text(text)
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        kept = json.loads(settings.read_text())
+        kept.pop("chat_template", None)
+        settings.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
+    log.info("the exported model has data.chat_template in the place of its own chat template")
 
 
 def _gather(

@@ -31,10 +31,10 @@ from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers
 from learner.objective.rewards import RewardRules
-from learner.publish.export import export_model
+from learner.publish.export import export_model, used_template
 from learner.publish.rounding import round_frozen
 from learner.ranks.mesh import Ranks
-from learner.setup.preflight import check_losses, check_models
+from learner.setup.preflight import check_losses, check_models, template_text
 from learner.setup.shadows import make_shadows
 from learner.trainer import Trainer, TrainerSettings
 from streamrl.config.eval_sets import longest_sequence
@@ -218,5 +218,6 @@ def save_policy(config: Config, trainer: Trainer, model_dir: Path, folder: Path)
     """Write the policy, or base and adapter, as a Hugging Face checkpoint in the type that actors would get."""
     lora = config.policy.lora if config.policy.lora.rank is not None else None
     return export_model(
-        trainer.networks.policy, model_dir, folder, trainer.ranks, lora=lora, dtype=trainer.settings.wire_dtype
+        trainer.networks.policy, model_dir, folder, trainer.ranks, lora=lora, dtype=trainer.settings.wire_dtype,
+        chat_template=template_text(used_template(config.data)),
     )

@@ -13,6 +13,7 @@ from learner.data.layout import PackedLayout
 from learner.model.attention.packed import decoder_of, packed_states, registered
 from learner.model.parameters import policy_tensors, travels_as
 from learner.model.policy import decoder_layers, load_policy, shard
+from learner.publish.export import set_chat_template
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import LearnerConfig
 from streamrl.errors import ConfigError
@@ -63,11 +64,15 @@ def _empty_classifier(model_dir: Path) -> nn.Module:
 
 
 @torch.no_grad()
-def export_reward_model(network: RewardNetwork, model_dir: Path, out_dir: Path, ranks: Ranks, *, padding: int) -> Path:
+def export_reward_model(
+    network: RewardNetwork, model_dir: Path, out_dir: Path, ranks: Ranks, *, padding: int,
+    chat_template: str | None = None,
+) -> Path:
     """Write it with its tokenizer as a sequence classifier of one label; a collective call.
 
     Args:
         padding: the token that batches are padded with.
+        chat_template: as of `learner.publish.export.export_model`.
     """
     weights = {}
     for name, tensor in policy_tensors(network):
@@ -85,5 +90,6 @@ def export_reward_model(network: RewardNetwork, model_dir: Path, out_dir: Path, 
         model.config.pad_token_id = padding
         model.save_pretrained(out_dir, state_dict=weights)
         AutoTokenizer.from_pretrained(model_dir, local_files_only=True).save_pretrained(out_dir)
+        set_chat_template(out_dir, chat_template)
     ranks.barrier()
     return out_dir

@@ -30,7 +30,7 @@ from learner.model.adapter.base import AdapterOf, check_resumed, describe_adapte
 from learner.model.gradients import BatchResult, optimizer_step, reduce_gradients
 from learner.model.optimizer import Schedule, make_optimizer, make_schedule
 from learner.model.paths import compute_dtype, wire_dtype
-from learner.publish.export import export_model
+from learner.publish.export import export_model, used_template
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
@@ -217,13 +217,17 @@ class Run:
 
     def export(self, folder: Path) -> Path:
         """Write the model as a Hugging Face checkpoint."""
+        template = used_template(self.config.data)
         if isinstance(self.method, RewardModel):
             return export_reward_model(
-                self.method.network, self.model_dir, folder, self.ranks, padding=self.method.padding
+                self.method.network, self.model_dir, folder, self.ranks, padding=self.method.padding,
+                chat_template=template,
             )
         lora = self.config.policy.lora if self.adapter is not None else None
         dtype = wire_dtype(self.config.publish.dtype, self.ranks.device)
-        return export_model(self.method.network, self.model_dir, folder, self.ranks, lora=lora, dtype=dtype)
+        return export_model(
+            self.method.network, self.model_dir, folder, self.ranks, lora=lora, dtype=dtype, chat_template=template
+        )
 
 
 def check_start(config: Config, kind: str) -> None:

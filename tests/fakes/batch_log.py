@@ -71,6 +71,9 @@ class FakeHubProcess:
     def abandon(self) -> None:
         pass
 
+    def wait(self, timeout_s: float) -> None:
+        pass
+
 
 class FakeHubLink:
     """Serves the log up to `last`, the version after which the run is to stop; remembers no ledger."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from actors.reward_model.scorer import RewardScorer
 from learner.model.tiny import make_tiny_model
@@ -163,3 +163,12 @@ def test_a_bad_record_is_named_with_its_number_or_passed_over(folder):
     assert "bad.jsonl, record 3" in said and "data.answer_key" in said and "data.on_bad_record=skip" in said
     run(folder, "sft", *words_for("bad", "skipped", 2, "data.on_bad_record=skip"))
     assert "needs data.path=" in run(folder, "sft", "policy.model_path=model", "run.dir=none", code=2)
+
+
+@pytest.mark.parametrize("kind, data", [("sft", "answers"), ("train-reward-model", "pairs")])
+def test_the_exported_model_has_the_chat_template_of_the_settings(folder, kind, data):
+    template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    (folder / "template.jinja").write_text(template)
+    said = run(folder, kind, *words_for(data, f"with-template-{kind}", 1, "data.chat_template=template.jinja"))
+    assert AutoTokenizer.from_pretrained(folder / f"with-template-{kind}" / "model").chat_template == template
+    assert "data.chat_template in the place of its own" in said

@@ -8,17 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from envs.registry import task_of
+from learner.loop.finish import finish
 from learner.loop.train import train
 from learner.model.paths import model_directory
+from learner.model.tiny import CHAT_TEMPLATE
 from learner.objective.statistics.step import TrainedBatch
 from learner.ranks.activity import Activity
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.setup import hub
 from learner.setup.compose import build_run, tear_down
-from learner.setup.trainer import steered_trainer
+from learner.setup.trainer import save_policy, steered_trainer
 from learner.sources.batch import BatchSource
 from learner.sources.recorded import RecordedBatches
 from streamrl.config.load import load_config
@@ -47,6 +50,27 @@ def with_a_hub(monkeypatch, folder: Path, *words: str) -> dict[str, torch.Tensor
     weights = {name: p.detach().clone() for name, p in run.trainer.networks.policy.named_parameters()}
     tear_down(run)
     return weights
+
+
+TEMPLATE = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+
+
+@pytest.mark.parametrize("words, expected", [
+    ((f'data.chat_template="{TEMPLATE}"',), TEMPLATE), ((), CHAT_TEMPLATE),
+    ((f'data.chat_template="{TEMPLATE}"', "data.apply_chat_template=false"), CHAT_TEMPLATE),
+])
+def test_the_exported_model_is_prompted_as_the_policy_was(monkeypatch, tmp_path, words, expected):
+    """By transformers, vLLM and others, which know no settings of the run."""
+    monkeypatch.setattr(hub, "HubProcess", FakeHubProcess)
+    monkeypatch.setattr(hub, "HubLink", FakeHubLink)
+    monkeypatch.setattr(FakeHubLink, "last", 0)
+    run = build_run(config_of(tmp_path, *words), tmp_path / "run", FakeStop(), Ranks())
+    finish(run, completed=True)
+    saved = save_policy(run.config, run.trainer, run.model_dir, tmp_path / "saved")
+    tear_down(run)
+    for folder in (tmp_path / "run" / "model", saved):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == expected
+        assert (folder / "chat_template.jinja").read_text() == expected
 
 
 def steps_of(config) -> int:
