@@ -30,6 +30,7 @@ from streamrl.config.schema import (
     CriticConfig,
     DistillConfig,
     LoraBase,
+    LoraConfig,
     MeshConfig,
     PolicyConfig,
     ReferenceConfig,
@@ -254,6 +255,7 @@ def check_folders(config: Config, notify: Callable[[str], None]) -> None:
             _check_tied(Path(path), setting, notify)
         if setting == "policy.model_path":
             _check_tokenizer(Path(path))
+            _check_adapter(config.policy.lora, Path(path))
 
 
 def _folders(config: Config) -> dict[str, str]:
@@ -278,6 +280,17 @@ def _check_tied(folder: Path, setting: str, notify: Callable[[str], None]) -> No
 
         model = empty_model(folder, dtype=torch.float32, attention="eager")
         ModelFiles(folder).check_tied(model, said=f"{setting}={folder}")
+
+
+def _check_adapter(lora: LoraConfig, folder: Path) -> None:
+    """Refuse names of layers that the model does not have."""
+    if lora.rank is not None:
+        import torch
+
+        from learner.checkpoint.model_files import empty_model
+        from learner.model.adapter.lora import chosen_layers
+
+        chosen_layers(empty_model(folder, dtype=torch.float32, attention="eager"), lora)
 
 
 def _check_tokenizer(folder: Path) -> None:

@@ -52,8 +52,8 @@ def quantize(policy: Policy, how: LoraBase, dtype: torch.dtype) -> None:
         if type(layer) is nn.Linear and layer is not head:
             parent, _, own = name.rpartition(".")
             setattr(policy.model.get_submodule(parent), own, _quantized(layer, how, dtype))
-    policy.model.is_loaded_in_4bit = how is LoraBase.nf4  # peft chooses its layers by these
-    policy.model.is_loaded_in_8bit = how is LoraBase.int8
+    policy.is_loaded_in_4bit = how is LoraBase.nf4  # peft chooses its layers by these
+    policy.is_loaded_in_8bit = how is LoraBase.int8
 
 
 def _quantized(layer: nn.Linear, how: LoraBase, dtype: torch.dtype) -> nn.Module:

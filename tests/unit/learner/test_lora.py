@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from learner.checkpoint.shards import ShardReader, read_training_tensors, training_tensors, write_shards
 from learner.data.packing import pack
@@ -26,8 +26,8 @@ from learner.ranks.mesh import Ranks
 from streamrl.config.load import load_config
 from streamrl.config.schema import LoraBase, LoraConfig, LoraInit, OptimizerConfig, SchedulerConfig
 from streamrl.errors import CheckpointError, ConfigError
-from streamrl.weights.adapter import merged
-from tests.unit.learner.learner_factories import batch, tiny_checkpoint
+from streamrl.weights.adapter import adapted_layers, merged
+from tests.unit.learner.learner_factories import VOCAB, batch, tiny_checkpoint
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 
@@ -239,10 +239,76 @@ def test_settings_that_cannot_be_meant_are_refused(words, said):
         load_config(["experiment=quickstart", *words])
 
 
-@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"], ["no_such_layer"]])
-def test_layers_that_cannot_have_an_adapter_are_refused_by_name(model, targets):
-    with pytest.raises(ConfigError, match=targets[0]):
-        policy_with(model, replace(LORA, target_modules=targets))
+@pytest.mark.parametrize("given, said", [
+    ({"target_modules": ["lm_head"]}, "'lm_head' is the embedding or the output layer"),
+    ({"target_modules": ["embed_tokens"]}, "'embed_tokens' is the embedding or the output layer"),
+    ({"target_modules": ["no_such_layer"]}, "target_modules: 'no_such_layer' is no layer .* which are down_proj, "),
+    ({"target_modules": ["q_proj", "k_porj"]}, "'k_porj' is no layer .* Did you mean k_proj"),
+    ({"target_modules": ["mlp"]}, r"'mlp' is no linear layer \(Qwen3MLP\)"),
+    ({"exclude": ["upproj"]}, "exclude: 'upproj' is no layer .* Did you mean up_proj"),
+    ({"exclude": ["self_attn"]}, "exclude: 'self_attn' is no linear layer"),
+    ({"target_modules": ["q_proj"], "exclude": ["q_proj"]}, r"exclude=\['q_proj'\] leaves no layer"),
+])
+def test_each_name_that_chooses_no_layer_is_refused_with_near_ones(model, given, said):
+    with pytest.raises(ConfigError, match=said):
+        policy_with(model, replace(LORA, **given))
+
+
+MIXTURES = {
+    "qwen3_moe": 4 * 2, "mixtral": 4 * 2, "phimoe": 4 * 2,
+    "deepseek_v3": 5 * 2 + 2 * 3,  # a dense layer, and the experts that all tokens share
+}
+"""Family -> its plain linear layers, in two decoder layers."""
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory) -> dict[str, Path]:
+    sizes = dict(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, max_position_embeddings=256,
+        pad_token_id=0, eos_token_id=1, bos_token_id=2, initializer_range=0.3,
+    )
+    own = {
+        "qwen3_moe": {"num_experts": 4, "head_dim": 8}, "mixtral": {"num_local_experts": 4},
+        "phimoe": {"num_local_experts": 4}, "deepseek_v3": {
+            "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
+            "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+        },
+    }
+    folders = {}
+    for family in MIXTURES:
+        folders[family] = tmp_path_factory.mktemp(family)
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **{**sizes, **own[family]})
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folders[family])
+    return folders
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_of_a_mixture_the_linear_layers_are_trained_and_experts_stay(mixtures, tmp_path, family):
+    """What is trained is what is exported, merged and on its own."""
+    policy = moved(policy_with(mixtures[family]))
+    plain = load_policy(mixtures[family])
+    layers = adapted_layers(name for name, _ in adapter_parameters(policy))
+    assert len(layers) == MIXTURES[family] and not any(".experts." in name for name in layers)
+    assert "experts are one tensor a layer and stay frozen" in describe(policy, LORA, 1e-5)
+    assert not torch.allclose(scores(policy), scores(plain))
+
+    export_model(policy, mixtures[family], tmp_path / "model", lora=LORA)
+    assert torch.allclose(scores(load_policy(tmp_path / "model")), scores(policy), atol=1e-4)
+    base = AutoModelForCausalLM.from_pretrained(mixtures[family], dtype=torch.float32)
+    if family != "deepseek_v3":  # peft takes the names of its dense layers for those of experts
+        theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        for (name, one), (_, other) in zip(theirs.named_parameters(), whole.named_parameters(), strict=True):
+            torch.testing.assert_close(one, other, msg=name)
+
+
+@pytest.mark.parametrize("name", ["experts", "down_proj", "gate"])
+def test_experts_and_routers_of_a_mixture_are_no_target_and_the_refusal_says_what_works(mixtures, name):
+    with pytest.raises(ConfigError, match=f"'{name}' is no .* which are k_proj, o_proj, q_proj, v_proj.* stay frozen"):
+        policy_with(mixtures["qwen3_moe"], replace(LORA, target_modules=["q_proj", name]))
+    policy_with(mixtures["qwen3_moe"], replace(LORA, exclude=["experts", "gate"]))  # they have none anyway
 
 
 def test_a_checkpoint_resumes_only_over_the_base_and_the_adapter_that_it_belongs_to(model, tmp_path):
