@@ -56,7 +56,7 @@ async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callabl
         return returned(lease, ReturnReason.ENGINE_ERROR, (
             f"the engine {runner.engine.name} does not say which ids top_p, top_k and min_p leave, so its tokens "
             "cannot be trained on: use actors.engine=native or vllm, or rollout.train.sampling without them"
-        ))
+        ), failed=True)
     group, prompts = GroupStep(lease.members), SharedPrompts(runner.renderer)
     try:
         members = await _all_or_cancel([
@@ -66,7 +66,9 @@ async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callabl
     except PromptTooLongError as error:
         return returned(lease, ReturnReason.TOO_LONG, str(error))
     except EngineError as error:
-        return returned(lease, ReturnReason.ENGINE_ERROR, str(error))
+        dead = runner.engine.stats().extra.get("dead") or runner.executor.exhausted
+        # An engine that lives would refuse it again, as any other would: the task's prompts are at fault, or the model.
+        return returned(lease, ReturnReason.ENGINE_ERROR, str(error), failed=not dead)
     num_failed = sum(member.status == MemberStatus.ABORTED or "env_error" in member.scores for member in members)
     cause = (runner.last_env_error or "no generation had a token") if num_failed else ""
     if all(member.status == MemberStatus.ABORTED for member in members):
@@ -119,9 +121,10 @@ def sendable(group: Group, lease: Lease, limits: Limits) -> Group:
     return returned(lease, ReturnReason.ENV_ERROR, detail)
 
 
-def returned(lease: Lease, reason: ReturnReason, detail: str) -> Group:
-    """The lease handed back; after an ENV_ERROR every member counts as failed."""
-    stats = {NUM_FAILED_EPISODES: float(len(lease.members))} if reason == ReturnReason.ENV_ERROR else {}
+def returned(lease: Lease, reason: ReturnReason, detail: str, *, failed: bool = False) -> Group:
+    """The lease handed back; if it has `failed`, as after every ENV_ERROR, each member counts as a failed episode."""
+    failed = failed or reason == ReturnReason.ENV_ERROR
+    stats = {NUM_FAILED_EPISODES: float(len(lease.members))} if failed else {}
     return _group(lease, Outcome.RETURNED, reason, detail, (), stats)
 
 

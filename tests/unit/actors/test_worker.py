@@ -130,6 +130,8 @@ def test_an_engine_error_that_leaves_the_engine_alive_costs_one_group():
             one.client.grants(lease(1, seeds=(5,)), lease(2))
             await one.finished(2)
             assert one.client.returns() == {1: ReturnReason.ENGINE_ERROR}
+            # Another attempt would end as this one did: a run of nothing else must come to its end.
+            assert {group.group_id: group.num_failed_episodes for group in one.client.groups} == {1: 1, 2: 0}
             assert not one.life.done()
 
     run(work)
@@ -518,7 +520,7 @@ def test_a_dead_engine_hands_every_lease_back_once_and_ends_the_process_with_its
             gone = await one.life
             assert gone.exit_code == EXIT_ENGINE_HUNG == 9 and "device lost" in gone.detail
             assert one.client.returns() == dict.fromkeys((1, 2, 3), ReturnReason.ENGINE_ERROR)
-            assert len(one.client.groups) == 3
+            assert [group.num_failed_episodes for group in one.client.groups] == [0, 0, 0]  # others may do better
             assert one.client.drained_with == (3, ())  # nothing was held any more when the link was drained
 
     run(work)
