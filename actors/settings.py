@@ -36,7 +36,8 @@ def make_renderer(config: Config, tokenizer: Any, end_ids: Collection[int], task
     """Make the renderer of this task's conversations; without a task it has no system or tool prompt of its own."""
     system_prompt = config.data.system_prompt
     return Renderer(
-        tokenizer, end_ids=end_ids, apply_chat_template=config.data.apply_chat_template, chat_template=config.data.chat_template,
+        tokenizer, end_ids=end_ids, apply_chat_template=config.data.apply_chat_template,
+        chat_template=config.data.chat_template,
         system_prompt=getattr(task, "system_prompt", None) if system_prompt == "auto" else system_prompt,
         tool_prompt=getattr(task, "tool_prompt", ""),
     )
