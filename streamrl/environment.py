@@ -293,7 +293,7 @@ class GenerationClient(Protocol):
     """The client that an interaction loop generates with; `actors.trajectory.client.Client` implements it.
 
     Attributes:
-        tokenizer: the model's, of transformers.
+        tokenizer: a copy of the model's, of transformers: what a loop sets on it changes no prompt.
         sampling: how the run samples: temperature, top_p, top_k, min_p, max_new_tokens, stop.
         chat: `chat.completions.create(messages=..., tools=...)`, as programs call model servers.
         num_turns_left: calls that `env.max_turns` still allows.

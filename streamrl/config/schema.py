@@ -236,7 +236,8 @@ class LoraConfig:
     lr_scale: float = ranged(10.0, gt=0)
     """Factor on `policy.optimizer.lr`: adapters learn best at about ten times the rate of full training."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Layers with an adapter, by name or the end of one; all-linear is every linear layer but the output layer."""
+    """Layers with an adapter, by name or the end of one; all-linear is every linear layer but the output layer. The
+    routed experts of a mixture are no such layers."""
     exclude: list[str] = field(default_factory=list)
     """Layers without an adapter, by name or the end of one, of those that `policy.lora.target_modules` names."""
     init: LoraInit = LoraInit.default

@@ -47,7 +47,7 @@ class DataConfig:
     system_prompt: str | None = None
     """A system message put before the task's own messages; `auto` is the reward's, which asks for what it reads."""
     chat_template: str | None = None
-    """A chat template in place of the tokenizer's: Jinja text, or a file with it."""
+    """A chat template in place of the tokenizer's: Jinja text, or a file with it. It is exported with the model."""
     prompt_overflow: PromptOverflow = PromptOverflow.skip
     """A prompt over `rollout.max_prompt_tokens`: `skip` and count it, `truncate_left`, or stop with an `error`."""
 

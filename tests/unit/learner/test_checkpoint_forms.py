@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from actors.local_policy import find_model, local_config, open_policy
 from envs.rewards.local_model import check_checkpoint
@@ -20,10 +22,13 @@ from learner.setup.preflight import check_folders, check_models
 from learner.supervised.__main__ import train
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
+from streamrl.weights.model_folder import stored_tensors
+from tests.docs.extract import extract
 from tests.unit.learner import checkpoint_forms as forms
 from tests.unit.learner.checkpoint_forms import MADE_UP, READ, REFUSED, ROWS
 from tests.unit.learner.test_two_ranks import launch_script
 
+ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(200)
 
 
@@ -137,3 +142,25 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_refused(tmp_pat
     for read in (lambda: preflight(folder), lambda: asyncio.run(of_engine(folder))):
         with pytest.raises(ConfigError, match=r"has \d+ tokens that its model has no row for, the first '<more\d+>'"):
             read()
+
+
+def test_the_ways_out_that_the_page_shows_give_the_model_that_transformers_reads(tmp_path, monkeypatch):
+    """Blocks of docs/models.md, run as they stand there."""
+    blocks = [item.text for item in extract(ROOT / "docs" / "models.md", "models.md") if item.kind == "python"]
+    (restore,), (merge,) = ([one for one in blocks if word in one] for word in ("dequantize=True", "merge_and_unload"))
+    forms.fp8(forms.start(tmp_path / "models" / "quantized"))
+    base = forms.start(tmp_path / "models" / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    adapter = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapter.save_pretrained(tmp_path / "models" / "adapter")
+    monkeypatch.chdir(tmp_path)
+    exec(restore)
+    exec(merge)
+    for name, dtype in (("plain", "BF16"), ("merged", "F32")):
+        folder = tmp_path / "models" / name
+        preflight(folder)
+        torch.testing.assert_close(forms.logprobs(load_policy(folder)), forms.expected(folder), atol=2e-5, rtol=0)
+        assert {one.dtype for one in stored_tensors(folder).values()} == {dtype}
+    whole = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    for name, weight in AutoModelForCausalLM.from_pretrained(tmp_path / "models" / "plain").state_dict().items():
+        torch.testing.assert_close(weight.float(), whole[name], rtol=0.07, atol=0.01)  # what FP8 rounds
