@@ -90,7 +90,7 @@ class Client:
     @property
     def vocab_size(self) -> int:
         """All ids of the model are below this; its embedding may be padded beyond the tokenizer's length."""
-        return getattr(self._engine, "vocab_size", None) or len(self.tokenizer)
+        return getattr(self._engine, "vocab_size", None) or len(self._renderer.tokenizer)
 
     @property
     def num_turns_left(self) -> int:
