@@ -106,6 +106,8 @@ def check_regularizers(
     """
     distill = distill or DistillConfig()
     if distill.teacher is None:
+        if distill.reward_weight == 0:
+            raise ConfigError("distillation without rewards (algorithm=distill) needs a teacher: distill.teacher=MODEL")
         names = ("coef", "center", "reward_weight")
         unused("distill", distill, names, "without a teacher: set distill.teacher to a model")
     _check_kl(kl, max_lag)

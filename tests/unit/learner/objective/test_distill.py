@@ -151,7 +151,7 @@ def test_a_student_comes_nearer_to_the_teacher_that_is_named_without_any_reward(
     ("words", "said"),
     [
         (["distill.coef=2"], "distill.coef=2.0 does nothing without a teacher"),
-        (["algorithm=distill"], "distill.reward_weight=0.0 does nothing without a teacher"),
+        (["algorithm=distill"], "algorithm=distill. needs a teacher: distill.teacher=MODEL"),
         (["distill.teacher=x", "distill.reward_weight=0"], "would drop groups by their reward"),
         (
             ["algorithm=vtrace", "distill.teacher=x", "distill.reward_weight=0", "filter.zero_std=false"],
