@@ -171,6 +171,8 @@ def main() -> int:
             for words in real_run(run_dir):
                 print(f"recording a run: {words}", file=sys.stderr)
         for kind, num in (("flips", given.flips), ("cuts", given.cuts)):
+            if not num:
+                continue
             drawn = DamagedLog(run_dir, Path(folder) / kind)
             for _ in range(num // 100 if given.quick else num):
                 drawn.flip(chance) if kind == "flips" else drawn.cut(chance)

@@ -21,6 +21,7 @@ from streamrl.commands import say, status_of
 from streamrl.errors import ControlError
 from streamrl.messages.printable import start_log
 from streamrl.metrics.files import read_object
+from streamrl.run_dirs import find_run_dir
 from streamrl.stream.rebuilt import FOLDER, NOTE, cached, named_version, starts_of
 
 
@@ -36,12 +37,15 @@ def main() -> int:
         "--without", type=group_ids, default=frozenset(), metavar="GROUP[,GROUP]",
         help="what it would be without these groups; needs --out",
     )
+    parser.add_argument("--list", action="store_true", help="name the versions of RUN that lie there, with their sizes")
     parser.add_argument(
         "allow", nargs="*", metavar="actors.allow=[NAME]", help="code that a run of somebody else may use"
     )
     given = parser.parse_intermixed_args()
     if odd := [word for word in given.allow if not word.startswith("actors.allow=")]:
         parser.error(f"{odd[0]}: a version is rebuilt with the run's own settings; actors.allow= alone may be given")
+    if given.list:
+        return list_versions(given.version)
     start_log("at", level="WARNING")
     disable_progress_bar()
     return at(given.version, given.out, given.without, given.allow)
@@ -68,6 +72,17 @@ def at(
     compared = rebuild(run, version, folder, without)
     if run.ranks.rank == 0:
         say(f"{folder}: {compared}")
+    return 0
+
+
+def list_versions(name: str) -> int:
+    """Print the versions of a run that were rebuilt, and what they take on the disk; the exit status."""
+    found = (find_run_dir(name.partition("@")[0]) / FOLDER).glob("*")
+    folders = sorted((one for one in found if one.name.isdigit()), key=lambda one: int(one.name))
+    for folder in folders:
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        say(f"{folder}: {size / 1e6:,.1f} MB, {read_object(folder / NOTE).get('compared', 'not whole')}")
+    say("each can be removed, and is rebuilt when it is asked for" if folders else f"{name} has no rebuilt version")
     return 0
 
 

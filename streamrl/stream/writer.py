@@ -227,13 +227,13 @@ def close_log(run_dir: Path | str) -> tuple[int, int]:
     folder = Path(run_dir) / FOLDER
     durable, files = read_mark(folder), segments(run_dir)
     number = max((int(one.path.stem) for one in files if one.path.stem.isdigit()), default=0) + 1
+    end, following = whole_end(files[-1], durable) if files else (0, 1)  # before anything is changed
     for path in folder.glob("*.seg"):
         if path not in [one.path for one in files]:  # its maker died before the first record
             cut_file(path, 0)
             path.unlink()
     if not files:
         return 1, number
-    end, following = whole_end(files[-1], durable)
     if end < files[-1].path.stat().st_size:
         kept = cut_file(files[-1].path, end)
         if kept is not None:

@@ -120,11 +120,14 @@ def test_a_log_of_earlier_releases_is_read_and_goes_on_in_the_new_form(tmp_path)
     assert [body for _, body in read_records(tmp_path)] == [*records, arrived(2)]
 
 
+@pytest.mark.parametrize("files", [1, 2])
 @pytest.mark.parametrize("num", [1, 2, 3])
-def test_what_was_on_the_disk_cannot_be_truncated_in_silence(tmp_path, num):
+def test_what_was_on_the_disk_cannot_be_truncated_in_silence(tmp_path, num, files):
     path = committed(tmp_path, [START], *([arrived(one)] for one in range(1, 4)))
-    at = places(tmp_path)[-num][0]
-    for end in (at, at + 5, at + 50, 0):
+    if files == 2:
+        path = committed(tmp_path, *([arrived(one)] for one in range(4, 7)))
+    at, last = places(tmp_path)[-num][0], 4 if files == 1 else 7
+    for end in (at, at + 5, at + 50, 30, 0):
         with path.open("r+b") as file:
             file.truncate(end)
         before = content(tmp_path)
@@ -133,8 +136,9 @@ def test_what_was_on_the_disk_cannot_be_truncated_in_silence(tmp_path, num):
         with pytest.raises(LogError, match="were on the disk"):
             LogWriter(tmp_path)
         assert content(tmp_path) == before
-    path.unlink()
-    with pytest.raises(LogError, match="no record is left of the 4 that were on the disk"):
+    for one in path.parent.glob("*.seg"):
+        one.unlink()
+    with pytest.raises(LogError, match=f"no record is left of the {last} that were on the disk"):
         segments(tmp_path)
 
 

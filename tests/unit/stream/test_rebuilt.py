@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from learner.replay.at import list_versions
 from streamrl.errors import ConfigError
 from streamrl.stream.rebuilt import named_version
 
@@ -57,3 +58,18 @@ def test_what_is_no_version_of_a_run_is_left_to_others(run_dir):
     assert named_version(f"{run_dir / 'model'}@best") is None
     assert named_version(f"{run_dir}@newest") is None
     assert named_version("owner/model@best") is None
+
+
+def test_rebuilt_versions_are_listed_with_what_they_take(run_dir, capsys):
+    (run_dir / "run.json").write_text("{}")
+    (run_dir / "metrics.jsonl").touch()
+    assert list_versions(str(run_dir)) == 0 and "has no rebuilt version" in capsys.readouterr().out
+    for name in ("10", "9", ".9.tmp-1"):
+        (run_dir / "versions" / name).mkdir(parents=True)
+        (run_dir / "versions" / name / "model.safetensors").write_bytes(bytes(int(name.strip(".")[0]) * 100_000))
+    (run_dir / "versions" / "9" / "replayed.json").write_text('{"compared": "equal"}')
+    assert list_versions(f"{run_dir}@9") == 0
+    lines = capsys.readouterr().out.splitlines()
+    named = [line.removeprefix(f"{run_dir}/versions/") for line in lines[:2]]
+    assert named == ["9: 0.9 MB, equal", "10: 0.1 MB, not whole"]
+    assert len(lines) == 3 and "rebuilt when it is asked for" in lines[2]
