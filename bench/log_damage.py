@@ -32,7 +32,7 @@ from streamrl.stream.writer import close_log
 
 HEADERS = 0.25
 """Share of the flips that are drawn among the headers and the mark, a few percent of the bytes."""
-_NAMED = re.compile(r"\.(?:seg|cut)|/durable, byte \d+")
+_NAMED = re.compile(r"/(?:\d+\.seg|durable), byte \d+: ")
 
 
 class DamagedLog:
