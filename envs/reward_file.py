@@ -169,7 +169,8 @@ class WrittenReward:
             fields = ", ".join(key for key in record if key not in GIVEN)
             raise TaskError(
                 f"{self.name} asks for {' and '.join(missing)}, which this record does not have: it may ask for "
-                f"{', '.join(GIVEN)}{' and the fields ' + fields if fields else ''}."
+                f"{', '.join(GIVEN)}{' and the fields ' + fields if fields else ''}. Where only some records have it, "
+                f"give it a default: {missing[0]}=None."
             )
         if self._takes_any:
             return {name: value for name, value in given.items() if name in self._known or self._is_open(name, record)}

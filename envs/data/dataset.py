@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from envs.data.mixture import Mixture, Records, mixed
-from envs.data.shapes import MISSING, RecordShape
+from envs.data.shapes import MISSING, RecordShape, with_input
 from envs.data.sources import Source, open_source
 from streamrl.config.schema import DataConfig, OnBadRecord
 from streamrl.errors import TaskError
@@ -122,7 +122,10 @@ def _open(path: str, shape: RecordShape, on_bad: OnBadRecord, setting: str) -> _
 def _prompts(source: Source, shape: RecordShape) -> Iterator[Any]:
     """The prompt of every record in order, or what is wrong with the record."""
     key = _prompt_key(source, shape)
-    for index, value in enumerate(source.field(key)):
+    values: Iterator[Any] = source.field(key)
+    if key == "instruction" and shape.prompt_key is None:
+        values = map(with_input, values, source.field("input"))
+    for index, value in enumerate(values):
         if isinstance(value, TaskError):
             yield value
         elif index < NUM_CHECKED or value in (MISSING, None, "") or _is_long(value):

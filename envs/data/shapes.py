@@ -36,25 +36,40 @@ class RecordShape:
     answer_key: str | None = None
 
     def prompt_field(self, record: Record) -> str:
-        """The name of the field that holds the prompt."""
-        keys = PROMPT_KEYS if self.prompt_key is None else (self.prompt_key,)
-        for key in keys:
-            if lookup(record, key) is not MISSING:
-                return key
+        """The name of the field that holds the prompt. Raises TaskError: none does, or another may be meant as well."""
         if self.prompt_key is not None:
-            raise TaskError(f"no field {self.prompt_key!r} (data.prompt_key); it has {shown_fields(record)}")
-        raise TaskError(
-            f"no prompt: it has {shown_fields(record)}, none of {', '.join(PROMPT_KEYS)}; name it: data.prompt_key=..."
-        )
+            if lookup(record, self.prompt_key) is MISSING:
+                raise TaskError(f"no field {self.prompt_key!r} (data.prompt_key); it has {shown_fields(record)}")
+            return self.prompt_key
+        found = [key for key in PROMPT_KEYS if lookup(record, key) is not MISSING]
+        if not found:
+            raise TaskError(
+                f"no prompt: it has {shown_fields(record)}, none of {', '.join(PROMPT_KEYS)}; name it: "
+                "data.prompt_key=..."
+            )
+        if len(found) > 1:
+            said = "\n".join(_texts(self.prompt_in(record, found[0])))
+            for other in found[1:]:
+                if any(text not in said for text in _texts(record[other])):
+                    raise TaskError(
+                        f"fields {found[0]!r} and {other!r} may both hold the prompt, and the first has not the words "
+                        f"of the second: say which with data.prompt_key={found[0]}"
+                    )
+        return found[0]
+
+    def prompt_in(self, record: Record, field: str) -> Any:
+        """The prompt that this field holds; an instruction is followed by its input, as in the data of Alpaca."""
+        value, joined = lookup(record, field), self.prompt_key is None and field == "instruction"
+        return with_input(value, record.get("input")) if joined else value
 
     def prompt(self, record: Record) -> Any:
         """The prompt as the record holds it: a text, a list of messages or one message."""
-        return lookup(record, self.prompt_field(record))
+        return self.prompt_in(record, self.prompt_field(record))
 
     def messages(self, record: Record) -> list[ChatMessage]:
         """The conversation that opens the episode."""
         field = self.prompt_field(record)
-        return conversation(field, lookup(record, field))
+        return conversation(field, self.prompt_in(record, field))
 
     def answer(self, record: Record) -> Any:
         """The right answer as the record holds it, or None."""
@@ -104,6 +119,20 @@ def _check_json(key: str, value: Any) -> None:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TaskError(f"field {key!r} holds {shown(value)}, which JSON cannot carry ({error})") from error
+
+
+def with_input(instruction: Any, given: Any) -> Any:
+    """An instruction with what it is to be done with, if both are texts."""
+    texts = isinstance(instruction, str) and isinstance(given, str)
+    return f"{instruction}\n\n{given}" if texts and given.strip() else instruction
+
+
+def _texts(prompt: Any) -> list[str]:
+    """The texts of a prompt in any of its forms; none of a value that is no prompt."""
+    value = json_or_text(prompt) if isinstance(prompt, str) and prompt.lstrip().startswith(("[", "{")) else prompt
+    messages = value if isinstance(value, list | tuple) else [value]
+    found = [message.get("content") if isinstance(message, Mapping) else message for message in messages]
+    return [text.strip() for text in found if isinstance(text, str) and text.strip()]
 
 
 def lookup(record: Record, key: str) -> Any:

@@ -5,10 +5,14 @@ The library takes seconds to import, so only opening such a file does.
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import logging
 import math
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +20,25 @@ from envs.data.hub import from_the_cache, hub_answers
 from envs.data.shapes import MISSING
 from streamrl.errors import DataChangedError, TaskError
 
+log = logging.getLogger("streamrl.data")
+
 
 class Table:
-    """A `datasets.Dataset`; rows come as plain Python values, with a missing number as None."""
+    """A `datasets.Dataset`; rows are the records that JSON Lines of the same would give.
+
+    A column has one type, so a field that one record has is null in all others: null fields are left out at every
+    depth. Times are texts, and so are decimals; bytes are left out.
+    """
 
     def __init__(self, dataset: Any, name: str) -> None:
+        for column, kind in dataset.features.items():
+            if getattr(kind, "decode", False):  # images and audio are not read, and would need packages
+                dataset = dataset.cast_column(column, dataclasses.replace(kind, decode=False))
         self.name, self._dataset = name, dataset
         self._files = {one["filename"]: _stamp(one["filename"]) for one in dataset.cache_files}
+        held = [field.name for field in dataset.features.arrow_schema if "binary" in str(field.type)]
+        if held:
+            log.warning("%s: the bytes in %s are left out: JSON cannot carry them", name, ", ".join(held))
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -38,7 +54,7 @@ class Table:
                     "on: streamrl resume"
                 )
         try:
-            return {key: _without_nan(value) for key, value in self._dataset[index].items()}
+            return _plain(self._dataset[index])
         except Exception as error:  # decoding of images and audio may need packages that are not here
             raise TaskError(f"{self.where(index)}: cannot be read: {type(error).__name__}: {error}") from error
 
@@ -47,7 +63,7 @@ class Table:
             yield from [MISSING] * len(self)
             return
         for batch in self._dataset.select_columns([key]).with_format("arrow").iter(10_000):
-            yield from batch.column(key).to_pylist()
+            yield from map(_plain, batch.column(key).to_pylist())
 
 
 def open_table(file: Path, name: str) -> Table:
@@ -111,9 +127,22 @@ def _stamp(path: str) -> tuple[int, ...]:
     return ()
 
 
-def _without_nan(value: Any) -> Any:
-    """Tables mark a missing number as NaN, which JSON does not have."""
-    return None if isinstance(value, float) and math.isnan(value) else value
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; None for what it cannot have, such as the NaN that marks a missing number."""
+    match value:
+        case dict():
+            return {key: plain for key, one in value.items() if (plain := _plain(one)) is not None}
+        case list() | tuple():
+            return [_plain(one) for one in value]
+        case bytes():
+            return None
+        case float():
+            return value if math.isfinite(value) else None
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+        case datetime.timedelta() | Decimal():
+            return str(value)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _first_line(error: Exception) -> str:

@@ -32,7 +32,9 @@ class AnswerShape(RecordShape):
 
     def whole(self, record: Record, key: str) -> list[ChatMessage]:
         """The conversation that ends with the answer in this field, which may hold all of it."""
-        value = lookup(record, key)
+        return self._with_answer(record, key, lookup(record, key))
+
+    def _with_answer(self, record: Record, key: str, value: Any) -> list[ChatMessage]:
         if isinstance(value, str) and not value:
             raise TaskError(f"field {key!r} is empty: give the answer")
         answer = messages_of(key, {"role": "assistant", "content": value} if isinstance(value, str) else value)
@@ -43,12 +45,12 @@ class AnswerShape(RecordShape):
         if answer[0].role != "assistant":
             return answer
         prompt = RecordShape.prompt_field(self, record)
-        return [*conversation(prompt, lookup(record, prompt)), *answer]
+        return [*conversation(prompt, self.prompt_in(record, prompt)), *answer]
 
     def messages(self, record: Record) -> list[ChatMessage]:
         """The conversation with every answer. Raises TaskError naming the field."""
         prompt = self.prompt_field(record)
-        found = messages_of(prompt, lookup(record, prompt))
+        found = messages_of(prompt, self.prompt_in(record, prompt))
         if found[-1].role == "assistant":
             return found
         keys = COMPLETION_KEYS if self.answer_key is None else (self.answer_key,)
@@ -58,7 +60,9 @@ class AnswerShape(RecordShape):
                 f"no answer: field {prompt!r} does not end with an assistant message, and of {', '.join(keys)} it has "
                 f"none ({shown_fields(record)}); name the field: data.answer_key=..."
             )
-        return self.whole(record, key)
+        value = lookup(record, key)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return self._with_answer(record, key, str(value) if number else value)  # a number as CSV has it
 
     def check(self, record: Record) -> None:
         """Raise TaskError, naming the field, for a record that cannot be trained on."""

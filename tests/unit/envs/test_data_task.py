@@ -7,10 +7,16 @@ import inspect
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from envs.check import check_task
+from envs.data import dataset
+from envs.data.shapes import PROMPT_KEYS, RecordShape
 from envs.registry import task_of
+from learner.supervised.records import AnswerShape
 from streamrl.config.load import from_plain, load_config, to_plain
+from streamrl.config.schema import DataConfig
 from streamrl.environment import Step
 from streamrl.errors import TaskError
 
@@ -107,3 +113,51 @@ def test_parts_that_do_not_make_a_task_are_named(task, words, said):
 def test_a_file_with_records_of_its_own_is_not_mixed_with_a_data_file(task):
     with pytest.raises(TaskError, match="makes its own records"):
         task(reward=REWARD + "def record(split, index):\n    return {}\n")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_an_instruction_is_followed_by_its_input(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(dataset, "NUM_CHECKED", 2)  # the others are read by their fields alone
+    rows = [{"instruction": "Add.", "input": f"{n} and 1" if n % 3 else "", "output": str(n + 1)} for n in range(9)]
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "csv":
+        path.write_text("instruction,input,output\n" + "".join(",".join(row.values()) + "\n" for row in rows))
+    else:
+        datasets = pytest.importorskip("datasets")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    found = dataset.open_dataset(DataConfig(path=str(path), test_ratio=0.3))
+    records = [found.train[at] for at in range(len(found.train))]
+
+    expected = {"Add."} | {f"Add.\n\n{n} and 1" for n in range(9) if n % 3}
+    held_out = {RecordShape().messages(found.test[at])[0].content for at in range(len(found.test))}
+    assert {RecordShape().messages(record)[0].content for record in records} | held_out == expected
+    assert not held_out & {RecordShape().prompt(record) for record in records} and len(held_out) in (2, 3)
+    for record in records:
+        question, answer = AnswerShape().messages(record)
+        assert (question.content, answer.content) == (RecordShape().prompt(record), record["output"])
+        assert RecordShape(prompt_key="instruction").prompt(record) == "Add."
+        assert RecordShape(prompt_key="input").prompt(record) == record["input"]
+
+
+@given(
+    names=st.lists(st.sampled_from(PROMPT_KEYS), min_size=2, max_size=2, unique=True),
+    as_messages=st.booleans(), contained=st.booleans(),
+)
+def test_a_record_with_two_prompts_is_refused_unless_one_holds_the_other(names, as_messages, contained):
+    first, second = sorted(names, key=PROMPT_KEYS.index)
+    if (first, second) == ("instruction", "input"):
+        return
+    text = "Answer: what is 2 + 2?"
+    record = {
+        second: "what is 2 + 2?" if contained else "what is 3 + 3?",
+        first: [{"role": "user", "content": text}] if as_messages else text,
+    }
+    if contained:
+        assert RecordShape().messages(record)[0].content == text
+        return
+    with pytest.raises(TaskError, match=f"'{first}' and '{second}' may both .* data.prompt_key={first}"):
+        RecordShape().check(record)
+    assert RecordShape(prompt_key=second).messages(record)[0].content == "what is 3 + 3?"

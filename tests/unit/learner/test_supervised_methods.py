@@ -209,6 +209,18 @@ def test_a_bad_record_is_refused_by_the_name_of_its_field(record, pairs, message
         shape_of(DATA, pairs=pairs).check(record)
 
 
+@pytest.mark.parametrize(("answer", "text"), [(1042, "1042"), (-3, "-3"), (0.5, "0.5"), (0, "0"), (10**30, f"{10**30}")])
+@pytest.mark.parametrize("key", ["answer", "completion", "label"])
+def test_a_number_is_an_answer_as_csv_would_give_it(key, answer, text):
+    assert shape_of(DATA, pairs=False).messages({"question": "q", key: answer})[-1].content == text
+
+
+@pytest.mark.parametrize("answer", [True, ["a"], {"a": 1}])
+def test_an_answer_that_is_neither_text_nor_number_is_refused(answer):
+    with pytest.raises(TaskError, match="field 'answer'"):
+        shape_of(DATA, pairs=False).check({"question": "q", "answer": answer})
+
+
 @pytest.mark.shows("data.chosen_key")
 @pytest.mark.shows("data.rejected_key")
 def test_fields_of_pairs_have_the_names_that_the_settings_say():
