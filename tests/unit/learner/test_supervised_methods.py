@@ -209,7 +209,7 @@ def test_a_bad_record_is_refused_by_the_name_of_its_field(record, pairs, message
         shape_of(DATA, pairs=pairs).check(record)
 
 
-@pytest.mark.parametrize(("answer", "text"), [(1042, "1042"), (-3, "-3"), (0.5, "0.5"), (0, "0"), (10**30, f"{10**30}")])
+@pytest.mark.parametrize(("answer", "text"), [(1042, "1042"), (-3, "-3"), (0.5, "0.5"), (0, "0")])
 @pytest.mark.parametrize("key", ["answer", "completion", "label"])
 def test_a_number_is_an_answer_as_csv_would_give_it(key, answer, text):
     assert shape_of(DATA, pairs=False).messages({"question": "q", key: answer})[-1].content == text
