@@ -28,7 +28,7 @@ from streamrl.metrics.names import member, of_set
 from streamrl.metrics.run_record import read_metrics
 from streamrl.metrics.samples import Sample
 from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, TrackedRun
-from streamrl.metrics.summary import Summary, summarize
+from streamrl.metrics.summary import Summary, results_of, summarize
 from streamrl.metrics.trackers.registry import open_trackers
 from streamrl.named_code import sign
 from streamrl.report.report import write_report
@@ -49,14 +49,14 @@ MAX_ACTORS = 32
 
 class Recorder:
     """Writer of rows, summary and report; of a resumed run, `wall_s` is what earlier parts took, and `counters` are
-    the hub's at the start."""
+    the hub's at the start; `kind` is the trainer of a run beside RL."""
 
     def __init__(
         self, config: Config, run_dir: Path, run_id: str, *, resume_step: int | None, wall_s: float,
-        trained_tokens: int, device: str, dtype: str, counters: Mapping[str, float] | None = None,
+        trained_tokens: int, device: str, dtype: str, counters: Mapping[str, float] | None = None, kind: str = "",
     ) -> None:
         self._config, self._run_dir, self._run_id = config, run_dir, run_id
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._kind = device, dtype, kind
         self._wall_before, self._began = wall_s, time.monotonic()
         self.trained_tokens = trained_tokens
         self._waiting: dict[str, float] = {}
@@ -117,7 +117,8 @@ class Recorder:
         if seconds > 0:
             row["throughput/train_tokens_per_s"] = tokens / seconds
             row["throughput/trajectories_per_s"] = float(row.get("policy/num_trajectories", 0.0)) / seconds
-            row["time/learner_idle_fraction"] = float(row.get("time/wait_s", 0.0)) / seconds
+            if not self._kind:  # which waits for nobody
+                row["time/learner_idle_fraction"] = float(row.get("time/wait_s", 0.0)) / seconds
         num_trained = float(row.get("policy/num_groups", 0.0))
         of_hub = {**self._counted(status, num_trained), **actor_rates(status)} if status is not None else {}
         self.write(step, {**row, **self._run_keys(version, epoch), **of_hub})
@@ -158,14 +159,18 @@ class Recorder:
         if status is not None:
             self.write(step, {**self._run_keys(version, epoch), **self._counted(status)})
         counters = status.counters if status is not None else {}
+        rows = read_metrics(self._run_dir / "metrics.jsonl")
         summary = summarize(
-            read_metrics(self._run_dir / "metrics.jsonl"), run_id=self._run_id, run=self._run_dir.resolve().name,
+            rows, run_id=self._run_id, run=self._run_dir.resolve().name,
             max_lag_bound=largest_max_lag(self._config), device=self._device, dtype=self._dtype,
             seed=self._config.run.seed, steps=step, wall_s=self.wall_s,
             num_lag_violations=int(counters.get("num_lag_violations", 0)),
             first_failure=status.first_failure if status is not None else "",
             stopped=stopped, failed=failed, tracked=tuple(self._sinks.places()),
-            extra={"num_groups_dropped": int(counters.get("num_groups_dropped", 0)), "learner_epoch": epoch},
+            extra={
+                "num_groups_dropped": int(counters.get("num_groups_dropped", 0)), "learner_epoch": epoch,
+                **({"kind": self._kind, **results_of(rows)} if self._kind else {}),
+            },
         )
         with if_it_can_be_written("summary.json"):
             summary.write(self._run_dir / "summary.json")

@@ -19,8 +19,8 @@ from functools import partial
 
 from streamrl.commands import exit_at_once
 from streamrl.config.load import load_config
-from streamrl.errors import StreamrlError
-from streamrl.messages.printable import start_log
+from streamrl.errors import StreamrlError, TaskError
+from streamrl.messages.printable import printable_lines, start_log
 from streamrl.parent_watch import end_with_parent
 from streamrl.run_dirs import choose_run_dir, name_or_path, note_start, numbered_run_dir
 
@@ -40,7 +40,7 @@ def main() -> int:
         return train(kind, words)
     except StreamrlError as error:
         log.error("%s", error)
-        return 2 if isinstance(error, ValueError) else 1
+        return 2 if isinstance(error, ValueError | TaskError) else 1
 
 
 def train(kind: str, words: list[str]) -> int:
@@ -48,24 +48,27 @@ def train(kind: str, words: list[str]) -> int:
     config = load_config(words, notify=log.info)
     from learner.ranks.stop_flag import StopFlag
     from learner.setup.device import agreed_run_dir, start_ranks
-    from learner.supervised.run import build_run, check_start
+    from learner.supervised.run import build_run, check_start, open_records
 
     check_start(config, kind)
     stop = StopFlag(grace_s=2 * config.run.shutdown_s)
     ranks = start_ranks(config.run, config.learner)
     with ExitStack() as resources:
         resources.callback(ranks.close)
+        records = open_records(config, kind)
         choose, numbered = partial(choose_run_dir, config), partial(numbered_run_dir, config)
         run_dir = agreed_run_dir(choose, numbered, config.run.dir, ranks)
-        run = build_run(config, kind, run_dir, stop, ranks, resources)
+        run = build_run(config, kind, records, run_dir, stop, ranks, resources)
         if ranks.rank == 0:
             note_start(run_dir, ["streamrl", kind, *words])
         try:
             completed = run.train()
-            run.finish(completed=completed)
+            summary = run.finish(completed=completed)
         except Exception as error:
             run.close(failed=str(error))
             raise
+    if completed and summary is not None:
+        print("\n" + printable_lines(summary.table()), flush=True)
     if not completed and ranks.rank == 0:
         log.info("stopped at step %d; go on with:  streamrl resume %s", run.step, shlex.quote(name_or_path(run_dir)))
     return 0

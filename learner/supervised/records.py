@@ -64,6 +64,10 @@ class AnswerShape(RecordShape):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return self._with_answer(record, key, str(value) if number else value)  # a number as CSV has it
 
+    def conversations(self, record: Record) -> list[list[ChatMessage]]:
+        """Every conversation that is trained on. Raises TaskError naming the field."""
+        return [self.messages(record)]
+
     def check(self, record: Record) -> None:
         """Raise TaskError, naming the field, for a record that cannot be trained on."""
         self.messages(record)
@@ -90,6 +94,9 @@ class PairShape(AnswerShape):
             if lookup(record, key) in (MISSING, None):
                 raise TaskError(f"no field {key!r} (data.{setting}); it has {shown_fields(record)}")
         return self.whole(record, self.chosen_key), self.whole(record, self.rejected_key)
+
+    def conversations(self, record: Record) -> list[list[ChatMessage]]:
+        return list(self.pair(record))
 
     @staticmethod
     def margin(record: Record) -> float:

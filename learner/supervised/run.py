@@ -18,6 +18,7 @@ import torch
 
 from envs.data.dataset import Dataset, open_dataset
 from envs.data.mixture import Mixture
+from envs.data.shapes import tool_schemas
 from learner.checkpoint.checkpoints import Checkpoints
 from learner.checkpoint.resume import ResumeState, find_resume_state
 from learner.checkpoint.retries import SaveRetries
@@ -47,6 +48,7 @@ from learner.supervised.reward_network import export_reward_model, load_reward_n
 from streamrl.config.schema import Config, OnBadRecord
 from streamrl.errors import ConfigError, TaskError
 from streamrl.metrics.meter import Meter
+from streamrl.metrics.summary import Summary
 
 log = logging.getLogger("streamrl.learner")
 
@@ -201,19 +203,20 @@ class Run:
             "adapter": self.adapter.to_plain() if self.adapter is not None else None, "controls": {},
         }
 
-    def finish(self, *, completed: bool) -> None:
-        """Checkpoint, export, summary and report; collective."""
+    def finish(self, *, completed: bool) -> Summary | None:
+        """Checkpoint, export, summary (of rank 0) and report; collective."""
         assert self.checkpoints is not None
         self.checkpoints.save(self.step, last=True)
         self.checkpoints.saving.settle()
         if completed and self.config.checkpoint.export_hf:
             log.info("the trained model is in %s", self.export(self.run_dir / "model"))
-        self.close(stopped="" if completed else f"stopped: {self.stop.reason}")
+        return self.close(stopped="" if completed else f"stopped: {self.stop.reason}")
 
-    def close(self, **how: str) -> None:
-        """The record's end; `how` the run ended."""
-        if self.recorder is not None:
-            self.recorder.close(self.step, None, version=self.step, epoch=self.learner_epoch, **how)
+    def close(self, **how: str) -> Summary | None:
+        """The record's end; `how` the run ended. The summary is rank 0's."""
+        if self.recorder is None:
+            return None
+        return self.recorder.close(self.step, None, version=self.step, epoch=self.learner_epoch, **how)
 
     def export(self, folder: Path) -> Path:
         """Write the model as a Hugging Face checkpoint."""
@@ -230,6 +233,15 @@ class Run:
         )
 
 
+@dataclass(frozen=True)
+class Opened:
+    """What can be told of a run before it has a directory: the model to start from, and records that it can read."""
+
+    model_dir: Path
+    dataset: Dataset
+    encoder: Encoder
+
+
 def check_start(config: Config, kind: str) -> None:
     """What the settings and the model's files alone decide, before there is a run directory. Raises ConfigError."""
     if config.policy.model_path is None or config.data.path is None:
@@ -243,20 +255,33 @@ def check_start(config: Config, kind: str) -> None:
     check_folders(config, log.info)
 
 
-def build_run(config: Config, kind: str, run_dir: Path, stop: StopFlag, ranks: Ranks, resources: ExitStack) -> Run:
-    """Everything from the lock on the directory to the first step; a collective call. Raises ConfigError, TaskError.
+def open_records(config: Config, kind: str) -> Opened:
+    """Check the records, of which the first is rendered; of settings that `check_start` has seen.
 
-    Of settings that `check_start` has seen.
+    Raises ConfigError, TaskError.
     """
-    torch.manual_seed(config.run.seed)
     assert config.policy.model_path is not None
     model_dir, data = Path(config.policy.model_path), config.data
-    dataset = open_dataset(data, shape_of(data, pairs=kind != "sft"))
+    shape = shape_of(data, pairs=kind != "sft")
+    dataset = open_dataset(data, shape)
     log.info("data: %s", dataset)
     places_of(0, config.rollout.num_prompts_per_step, len(dataset.train), seed=0, shuffle=False)  # enough records
     if config.trainer.num_epochs is not None:
         per_pass = len(dataset.train) // config.rollout.num_prompts_per_step
         config.trainer.num_steps = max(1, math.ceil(config.trainer.num_epochs * per_pass))
+    encoder = Encoder(model_dir, data)
+    if data.on_bad_record is OnBadRecord.error:
+        for messages in shape.conversations(first := dataset.train[0]):
+            encoder.encode(messages, tool_schemas(first))
+    return Opened(model_dir, dataset, encoder)
+
+
+def build_run(
+    config: Config, kind: str, records: Opened, run_dir: Path, stop: StopFlag, ranks: Ranks, resources: ExitStack
+) -> Run:
+    """Everything from the lock on the directory to the first step; a collective call. Raises ConfigError, TaskError."""
+    torch.manual_seed(config.run.seed)
+    model_dir = records.model_dir
     lock = lock_run_dir(run_dir) if ranks.rank == 0 else None
     if lock is not None:
         resources.callback(lock.release)
@@ -268,19 +293,19 @@ def build_run(config: Config, kind: str, run_dir: Path, stop: StopFlag, ranks: R
     adapter = describe_adapter(config.policy.lora, model_dir, ranks)
     if past.checkpoint is not None:
         check_resumed(past.checkpoint.extra.get("adapter"), adapter, ranks)
-    method, optimizer = make_method(config, kind, model_dir, past, ranks)
+    method, optimizer = make_method(config, kind, records, past, ranks)
     clock = StepClock(ranks.activity)
     dtype = compute_dtype(config.policy.dtype, ranks.device)
     recorder = None if ranks.rank else Recorder(
         config, run_dir, past.run_id, resume_step=past.version, wall_s=past.wall_s, device=ranks.device.type,
-        trained_tokens=past.trained_tokens, dtype=str(dtype).removeprefix("torch."),
+        trained_tokens=past.trained_tokens, dtype=str(dtype).removeprefix("torch."), kind=kind,
     )
     schedule = make_schedule(
         config.policy.optimizer, config.policy.scheduler, num_steps=config.trainer.num_steps,
         lr_scale=config.policy.lora.lr_scale if adapter else 1.0,
     )
     run = Run(
-        config, kind, run_dir, model_dir, ranks, stop, past, epoch, dataset, method, optimizer, adapter, clock,
+        config, kind, run_dir, model_dir, ranks, stop, past, epoch, records.dataset, method, optimizer, adapter, clock,
         schedule, recorder, SkippedSteps(run_dir, limit=config.learner.num_max_skipped_steps), past.version,
     )
     saving = Saving(
@@ -298,10 +323,10 @@ def build_run(config: Config, kind: str, run_dir: Path, stop: StopFlag, ranks: R
 
 
 def make_method(
-    config: Config, kind: str, model_dir: Path, past: ResumeState, ranks: Ranks
+    config: Config, kind: str, records: Opened, past: ResumeState, ranks: Ranks
 ) -> tuple[Method, torch.optim.Optimizer]:
     """The method with its networks as the starting model or the predecessor's checkpoint has them; collective."""
-    encoder, max_tokens = Encoder(model_dir, config.data), config.learner.max_row_tokens
+    model_dir, encoder, max_tokens = records.model_dir, records.encoder, config.learner.max_row_tokens
     if kind == "train-reward-model":
         network = load_reward_network(
             model_dir, config.learner, ranks, dtype=compute_dtype(config.policy.dtype, ranks.device),

@@ -14,7 +14,7 @@ from streamrl.errors import CheckpointError, RunNotFoundError
 from streamrl.metrics.eval_scores import step_of, steps_per_batch
 from streamrl.metrics.files import read_lines, read_object, text_of
 from streamrl.metrics.sinks import parse_row
-from streamrl.metrics.summary import Summary
+from streamrl.metrics.summary import SUPERVISED, Summary
 
 RUNNING_S = 20.0
 """A run whose hub has written nothing for so long is taken for dead."""
@@ -70,6 +70,13 @@ class RunRecord:
                 steps.append(step_of(row, key, per_batch))
                 values.append(value)
         return self._columns
+
+    @property
+    def kind(self) -> str:
+        """The trainer beside RL whose run it is, by its command; empty for RL."""
+        words = str(self.starts[0].get("command", "")).split() if self.starts else []
+        told = self.summary.extra.get("kind") if self.summary else None
+        return str(told or next((word for word in words[:2] if word in SUPERVISED), ""))
 
     @property
     def step(self) -> int:

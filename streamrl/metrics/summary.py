@@ -19,6 +19,12 @@ from streamrl.metrics.text import compact, duration, with_error
 
 REISSUED_SHARE = 0.02
 """Of the groups: more leases that were given to another actor are worth a line in the terminal."""
+SUPERVISED = {"sft": "SFT", "dpo": "DPO", "train-reward-model": "reward model"}
+"""Trainers beside RL, by their commands."""
+MEASURED = {
+    "loss": "loss", "held_out_loss": "held-out loss", "accuracy": "accuracy", "held_out_accuracy": "held-out accuracy",
+}
+"""What their results are told by: metrics, without `supervised/`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -79,7 +85,7 @@ class Summary:
     tracked: Sequence[str] = ()
     """For each tracker the command that opens the run's record, or where it is."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Anything else; written at the top level after the rest."""
+    """Anything else; written at the top level after the rest. Runs beside RL have `kind` and `results_of` here."""
 
     def __post_init__(self) -> None:
         taken = sorted(set(self.extra) & {f.name for f in fields(self)})
@@ -116,6 +122,25 @@ class Summary:
 
     def headline(self) -> list[tuple[str, str]]:
         """(label, value) pairs, most asked for first."""
+        steps = f"{self.steps}, {self.stopped}" if self.stopped else str(self.steps)
+        begun = [
+            ("run", self.run or self.run_id), *([("failed", self.failed)] if self.failed else []),
+            *(("warning", text) for text in self.warnings),
+        ]
+        ended = [
+            ("device", f"{self.device}, {self.dtype}, seed {self.seed}"), *([("id", self.run_id)] if self.run else []),
+            *(("tracker", place) for place in self.tracked),
+        ]
+        if kind := self.extra.get("kind"):
+            results = [
+                (label, f"{compact(self.extra[f'{name}_first'])} → {compact(self.extra[f'{name}_last'])}")
+                for name, label in MEASURED.items() if f"{name}_last" in self.extra
+            ]
+            return [
+                *begun, ("trainer", SUPERVISED.get(kind, kind)), *results, ("steps", steps),
+                ("wall time", duration(self.wall_s)), ("tokens trained", compact(self.trained_tokens)),
+                ("tokens/s", compact(self.tokens_per_s_train)), *ended,
+            ]
         violations = f", {self.num_lag_violations} beyond it" if self.num_lag_violations else ""
         reissued = max(0, self.num_leases_reissued - self.num_leases_retried)
         recovered = ", ".join(f"{count} {what}" for count, what in (
@@ -127,12 +152,10 @@ class Summary:
         idle = self.learner_idle_fraction
         failures = [("failures", f"{self.num_episodes_failed} episodes failed: {self.first_failure or 'see the logs'}")]
         return [
-            ("run", self.run or self.run_id),
-            *([("failed", self.failed)] if self.failed else []),
-            *(("warning", text) for text in self.warnings),
+            *begun,
             ("evaluation", f"{with_error(self.eval_score_first, self.eval_stderr_first)} → "
                            f"{with_error(self.eval_score_last, self.eval_stderr_last)}"),
-            ("steps", f"{self.steps}, {self.stopped}" if self.stopped else str(self.steps)),
+            ("steps", steps),
             ("wall time", duration(self.wall_s)),
             ("lag", f"mean {compact(self.lag_mean)}, max {self.lag_max}, bound {self.max_lag_bound}{violations}"),
             ("groups", f"{self.num_groups_trained} trained of {self.num_groups_leased} leased{stale}"),
@@ -145,9 +168,7 @@ class Summary:
             *([("bottleneck", self.diagnosis)] if self.diagnosis else []),
             *([("sandbox", f"level {self.sandbox_level}")] if self.sandbox_level else []),
             ("publish", f"{duration(self.publish_s_mean)} on average"),
-            ("device", f"{self.device}, {self.dtype}, seed {self.seed}"),
-            *([("id", self.run_id)] if self.run else []),
-            *(("tracker", place) for place in self.tracked),
+            *ended,
         ]
 
 
@@ -235,6 +256,17 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
     }
     return Summary(run_id=run_id, max_lag_bound=max_lag_bound, device=device, dtype=dtype, seed=seed,
                    extra=dict(extra or {}), **{**found, **known})
+
+
+def results_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Results of a run beside RL, first and last; of training the last is the mean of the last twentieth."""
+    found: dict[str, float] = {}
+    for name in MEASURED:
+        values = series(rows, f"supervised/{name}")[1]
+        if values:
+            tail = values[-1:] if name.startswith("held_out") else values[-max(1, len(values) // 20) :]
+            found |= {f"{name}_first": values[0], f"{name}_last": sum(tail) / len(tail)}
+    return found
 
 
 def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:

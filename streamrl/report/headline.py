@@ -12,10 +12,12 @@ from streamrl.metrics.diagnosis import diagnosis_of, learner_idle
 from streamrl.metrics.eval_scores import score_errors
 from streamrl.metrics.files import in_short
 from streamrl.metrics.run_record import RunRecord
-from streamrl.metrics.summary import Summary, last, warnings_of
+from streamrl.metrics.summary import MEASURED, SUPERVISED, Summary, last, results_of, warnings_of
 from streamrl.metrics.text import compact, duration, with_error
 from streamrl.report.page import definition_list
 
+OF_RL = ("groups", "tokens/s", "publish")
+"""Bookkeeping that a run without a hub does not have."""
 STATES = {
     "finished": "finished", "stopped": "stopped, can be resumed", "running": "running",
     "killed": "ended without a summary", "pruned": "pruned", "failed": "failed",
@@ -35,6 +37,8 @@ def task(record: RunRecord) -> str:
     path, name = record.setting("env.path"), record.setting("env.name")
     data, options = record.setting("data.path"), record.setting("env.options", {})
     files = [Path(str(one)).name for one in (data if isinstance(data, list) else [data] if data else [])]
+    if record.kind:
+        return " ".join(files[:3])
     words = [*files[:3], Path(path).name if path else "" if files else name or ""]
     words = [word for word in words if word]
     words += [f"{key}={value}" for key, value in options.items()] if isinstance(options, Mapping) else []
@@ -51,7 +55,9 @@ def model(record: RunRecord) -> str:
 
 
 def algorithm(record: RunRecord) -> str:
-    """The file of configs/algorithm if one was named, and the loss and the estimator."""
+    """The trainer of a run beside RL; else the file of configs/algorithm if one was named, and loss and estimator."""
+    if record.kind:
+        return SUPERVISED[record.kind]
     words = record.starts[0].get("command", "").split() if record.starts else []
     named = [word.partition("=")[2] for word in words if word.startswith("algorithm=")]
     parts = [record.setting("loss.surrogate"), record.setting("advantage.estimator")]
@@ -79,6 +85,9 @@ def tiles(record: RunRecord) -> str:
         num = compact(last(rows, "eval/num_prompts", math.nan))
         found.append(("evaluation", with_error(scores[-1], errors[-1]),
                       f"from {compact(scores[0])}; best {compact(scores[best])} at step {steps[best]}; n = {num}"))
+    results = results_of(rows) if record.kind else {}
+    found += [(label, compact(results[f"{name}_last"]), f"from {compact(results[f'{name}_first'])}")
+              for name, label in MEASURED.items() if f"{name}_last" in results]
     rewards = record.series("reward/mean")[1]
     if rewards:
         tail = rewards[-max(1, len(rewards) // 20) :]
@@ -92,10 +101,10 @@ def tiles(record: RunRecord) -> str:
     if math.isfinite(tokens):
         rate = compact(tokens / wall_s) if wall_s else "-"
         found.append(("tokens trained", compact(tokens), f"{rate} per second, waiting included"))
-    if summary:
+    if summary and not record.kind:
         found.append(("lag of the tokens", compact(summary.lag_mean),
                       f"on average; at most {summary.lag_max}, bound {summary.max_lag_bound}"))
-    if (idle := learner_idle(rows)) is not None:
+    if not record.kind and (idle := learner_idle(rows)) is not None:
         found.append(("learner waited", f"{idle:.0%}", "of its time for data"))
     return '<dl class="tiles">' + "".join(
         f"<div><dt>{escape(name)}</dt><dd><b>{escape(value)}</b><span>{escape(more)}</span></dd></div>"
@@ -141,7 +150,8 @@ def details(record: RunRecord) -> str:
     facts += [(str(name), str(version)) for name, version in record.config.get("versions", {}).items()]
     parts = [definition_list("facts", facts)]
     if record.summary:
-        parts.append(definition_list("facts", bookkeeping(record.summary)))
+        facts = bookkeeping(record.summary)
+        parts.append(definition_list("facts", [one for one in facts if not record.kind or one[0] not in OF_RL]))
     notices = [str(notice) for notice in record.status.get("notices", ())]
     if notices:
         parts.append(f'<h3>What the hub reported</h3><pre class="wrapped">{escape(chr(10).join(notices))}</pre>')

@@ -25,6 +25,10 @@ COMMON = [
 ]
 
 
+OF_RL = ("lag of the tokens", "learner waited", "Bottleneck", ">Idle<", "with group advantages", ">groups<", ">publish<")
+"""Words of a report of RL, which has none of it to tell here."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, fork_server) -> Path:
     """A tiny model, and records: the answer is the prompt again, and a worse one something else."""
@@ -50,10 +54,12 @@ def command(kind: str, *words: str, ranks: int = 1) -> list[str]:
     return [sys.executable, "-m", "streamrl.cli", kind, *words]
 
 
-def run(folder: Path, kind: str, *words: str, ranks: int = 1, code: int = 0) -> str:
-    """Its standard error, once it has ended with this exit status."""
+def run(folder: Path, kind: str, *words: str, ranks: int = 1, code: int = 0, printed: list[str] | None = None) -> str:
+    """Its standard error, once it has ended with this exit status; what it `printed` is added to the list."""
     done = finished(command(kind, *words, ranks=ranks), folder, ForkedPopen, deadline_s=120)
     assert done.returncode == code, done.stderr
+    if printed is not None:
+        printed.append(done.stdout)
     return done.stderr
 
 
@@ -105,14 +111,23 @@ def test_the_starting_model_may_go_without_a_held_out_loss(folder):
 
 
 def test_the_held_out_loss_falls_and_the_run_directory_has_record_and_report(folder):
-    run(folder, "sft", *words_for("answers", "sft", 40))
+    printed: list[str] = []
+    run(folder, "sft", *words_for("answers", "sft", 40), printed=printed)
     rows = [row for row in read_metrics(folder / "sft" / "metrics.jsonl")]
     held_out = {row["step"]: row["supervised/held_out_loss"] for row in rows if "supervised/held_out_loss" in row}
 
     assert list(held_out) == [0, 10, 20, 30, 40] and held_out[40] < 0.7 * held_out[0]
     assert not [key for key in rows[-1] if key.startswith(("hub/", "dropped/", "reward/"))]
-    assert json.loads((folder / "sft" / "summary.json").read_text())["steps"] == 40
-    assert "held out" in (folder / "sft" / "report.html").read_text()
+    summary, report = (folder / "sft" / name for name in ("summary.json", "report.html"))
+    assert json.loads(summary.read_text())["steps"] == 40
+    assert json.loads(summary.read_text())["held_out_loss_last"] == held_out[40]
+    page = report.read_text()
+    assert "held out" in page and "answers.jsonl · model · SFT · " in page
+    assert "<dt>held-out loss</dt>" in page and not [word for word in OF_RL if word in page]
+    block = [line.split("  ")[0] for line in printed[0].splitlines()]
+    assert [word for word in ("run", "trainer", "loss", "held-out loss", "steps", "device") if word in block] == [
+        "run", "trainer", "loss", "held-out loss", "steps", "device"
+    ]
 
 
 def test_two_ranks_train_what_one_does(folder):
@@ -135,6 +150,8 @@ def test_dpo_prefers_the_chosen_answers(folder, lora):
     assert first["supervised/loss"] == pytest.approx(0.693147, abs=1e-5)  # the policy is its reference
     assert last["supervised/margin"] > first["supervised/margin"] and last["supervised/loss"] < 0.68
     assert (folder / run_dir / "adapter").is_dir() == bool(lora)
+    page = (folder / run_dir / "report.html").read_text()
+    assert "· DPO ·" in page and "Pairs in the right order" in page and "<dt>held-out accuracy</dt>" in page
 
 
 def test_a_reward_model_is_served_with_the_scores_that_it_learned(folder):
@@ -159,7 +176,7 @@ def test_a_bad_record_is_named_with_its_number_or_passed_over(folder):
     records = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     write(folder / "bad.jsonl", [*records[:2], {"prompt": "ab"}, *records[3:]])
 
-    said = run(folder, "sft", *words_for("bad", "bad", 2), code=1)
+    said = run(folder, "sft", *words_for("bad", "bad", 2), code=2)
     assert "bad.jsonl, record 3" in said and "data.answer_key" in said and "data.on_bad_record=skip" in said
     run(folder, "sft", *words_for("bad", "skipped", 2, "data.on_bad_record=skip"))
     assert "needs data.path=" in run(folder, "sft", "policy.model_path=model", "run.dir=none", code=2)
@@ -172,3 +189,21 @@ def test_the_exported_model_has_the_chat_template_of_the_settings(folder, kind, 
     said = run(folder, kind, *words_for(data, f"with-template-{kind}", 1, "data.chat_template=template.jinja"))
     assert AutoTokenizer.from_pretrained(folder / f"with-template-{kind}" / "model").chat_template == template
     assert "data.chat_template in the place of its own" in said
+
+
+@pytest.mark.parametrize(("kind", "records", "said"), [
+    ("sft", [{"question": "ab"}] * 40, "data.answer_key"),
+    ("sft", [{"question": "ab", "answer": 4}] * 4, "4 training records"),
+    ("dpo", [{"question": "ab", "answer": 4}] * 40, "data.chosen_key"),
+    ("train-reward-model", [{"prompt": "ab", "chosen": "ab"}] * 40, "data.rejected_key"),
+    ("sft", [{"prompt": "ab", "completion": {
+        "role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}}] * 40, "tool_calls"),
+    ("sft", None, "no such file"),
+])
+def test_what_is_wrong_with_the_data_is_said_before_there_is_a_run_directory(folder, kind, records, said):
+    if records is not None:
+        write(folder / "wrong.jsonl", records)
+    words = words_for("wrong" if records is not None else "gone", "never", 2, "data.test_ratio=0")
+
+    assert said in run(folder, kind, *words, code=2)
+    assert not (folder / "never").exists()
