@@ -117,7 +117,7 @@ class Recorder:
         if seconds > 0:
             row["throughput/train_tokens_per_s"] = tokens / seconds
             row["throughput/trajectories_per_s"] = float(row.get("policy/num_trajectories", 0.0)) / seconds
-            if not self._kind:  # which waits for nobody
+            if not self._kind:  # whose data are at hand
                 row["time/learner_idle_fraction"] = float(row.get("time/wait_s", 0.0)) / seconds
         num_trained = float(row.get("policy/num_groups", 0.0))
         of_hub = {**self._counted(status, num_trained), **actor_rates(status)} if status is not None else {}

@@ -35,6 +35,7 @@ from streamrl.config.settings_file import (
     as_typed,
     as_words,
     checked_text,
+    disowned,
     given_values,
     is_file,
     keep_texts,
@@ -140,6 +141,15 @@ def _loaded(overrides: list[str], notify: Callable[[str], None], *, whole: bool 
         config = _with_overrides_first(config, overrides, experiment.get("env", {}))
         if dropped := _drop_form(config, experiment, given_values(overrides)):
             notify(f"this is not the task of the experiment, whose {', '.join(dropped)} are left out")
+        for key, (word, value) in disowned(_chosen("algorithm", overrides), given_values(overrides)).items():
+            section, _, name = key.rpartition(".")
+            known = OmegaConf.select(_schema(), section)
+            if name in known:
+                OmegaConf.update(config, key, known[name])
+            else:  # of an open mapping
+                left = {one: value for one, value in OmegaConf.select(config, section).items() if one != name}
+                OmegaConf.update(config, section, left, merge=False)
+            notify(f"{word} leaves out the recipe's {key}={json.dumps(value, default=list)}")
         if lost := lost_of_recipe(_chosen("algorithm", overrides), experiment, given_values(overrides)):
             keys = " and ".join(word.partition("=")[0] for word in lost)
             notify(f"the experiment overrides the recipe's {keys}; add {' '.join(lost)} to get it back")

@@ -182,6 +182,30 @@ def lost_of_recipe(recipe: Mapping[str, Any], experiment: Mapping[str, Any], giv
     ]
 
 
+OWNED: Sequence[tuple[str, str | None, Sequence[str]]] = (
+    ("kl.mode", "off", ("kl.coef", "kl.controller", "kl.options", "kl.allow_biased")),
+    ("loss.surrogate", None, ("loss.options", "loss.cap")), ("loss.opsm_delta", "null", ("loss.opsm_when",)),
+    ("advantage.estimator", None, ("advantage.rho_bar_pg",)),
+    *(("advantage.estimator", name, ("critic",)) for name in ("group", "reinforce_pp", "vtrace_critic_free")),
+    ("entropy.adapt", "none", ("entropy.target", "entropy.step", "entropy.low", "entropy.high")),
+    ("distill.teacher", "null", ("distill.coef", "distill.center", "distill.reward_weight")),
+)
+"""A setting, its value (None: any), and what a recipe has set for another value of it, which then does nothing."""
+
+
+def disowned(recipe: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
+    """Settings of the recipe that an override of another one leaves without effect: that override, and the value."""
+    own, found = _dotted(recipe), dict[str, tuple[str, Any]]()
+    for switch, wanted, names in OWNED:
+        word = given.get(switch)
+        if word is None or word != (wanted or word) or word == str(own.get(switch)):
+            continue
+        for key, value in own.items():
+            if any(f"{key}.".startswith(f"{name}.") for name in names) and key not in given:
+                found[key] = (f"{switch}={word}", value)
+    return found
+
+
 def _dotted(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in section.items():

@@ -25,7 +25,9 @@ COMMON = [
 ]
 
 
-OF_RL = ("lag of the tokens", "learner waited", "Bottleneck", ">Idle<", "with group advantages", ">groups<", ">publish<")
+OF_RL = (
+    "lag of the tokens", "learner waited", "Bottleneck", ">Idle<", "with group advantages", ">groups<", ">publish<",
+)
 """Words of a report of RL, which has none of it to tell here."""
 
 

@@ -11,9 +11,11 @@ import pytest
 
 import configs
 from learner.objective.options import check_settings
-from learner.setup.preflight import unguarded_settings
+from learner.setup.preflight import check_losses, unguarded_settings
+from streamrl.algorithms.surrogates.registry import ESTIMATOR_ENTRIES, find_estimator
 from streamrl.config.load import load_config
 from streamrl.config.rules import max_lag
+from streamrl.config.settings_file import OWNED
 from streamrl.errors import ConfigError
 
 LOCAL = ("policy.model_path=somewhere",)  # composing reads no model
@@ -134,3 +136,33 @@ def test_a_misspelt_recipe_is_refused_with_the_names_that_exist():
 )
 def test_a_critic_without_a_guard_is_warned_of_on_old_data(words, warned):
     assert bool(unguarded_settings(load_config([*words, *LOCAL]))) is warned
+
+
+@pytest.mark.parametrize(("word", "key"), [
+    ("kl.mode=off", "kl.coef"), ("loss.opsm_delta=null", "loss.opsm_when"), ("loss.surrogate=ppo_clip", "loss.cap"),
+    ("loss.surrogate=ppo_clip", "loss.options.budget"), ("advantage.estimator=group", "critic.num_steps"),
+    ("advantage.estimator=gae", "advantage.rho_bar_pg"),
+])
+def test_a_recipes_own_value_refuses_no_word_of_the_command_line(word, key):
+    num_left_out = 0
+    for recipe in RECIPES:
+        said: list[str] = []
+        config = load_config([*LOCAL, f"algorithm={recipe}", word, "loss.allow_uncorrected=true"], notify=said.append)
+        if not any(line.startswith(f"{word} leaves out the recipe's {key}=") for line in said):
+            continue
+        num_left_out += 1
+        try:
+            check_losses(config)
+        except ConfigError as error:  # of what is typed, such as a loss without any weight
+            assert "does nothing" not in str(error) and " holds [" not in str(error), recipe
+    assert num_left_out
+
+
+def test_what_is_typed_beside_it_is_refused_as_before():
+    with pytest.raises(ConfigError, match="kl.coef=0.5 does nothing with kl.mode=off"):
+        check_losses(load_config(["algorithm=ppo", "kl.mode=off", "kl.coef=0.5"]))
+
+
+def test_the_estimators_that_take_a_recipes_critic_away_are_those_that_read_no_values():
+    without = [name for switch, name, owned in OWNED if switch == "advantage.estimator" and "critic" in owned]
+    assert without == [name for name in ESTIMATOR_ENTRIES if not find_estimator(name).needs_critic]
