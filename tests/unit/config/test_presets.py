@@ -145,7 +145,7 @@ def test_a_critic_without_a_guard_is_warned_of_on_old_data(words, warned):
 ])
 def test_a_recipes_own_value_refuses_no_word_of_the_command_line(word, key):
     num_left_out = 0
-    for recipe in RECIPES:
+    for recipe in RECIPES[:-1]:  # the last needs a teacher
         said: list[str] = []
         config = load_config([*LOCAL, f"algorithm={recipe}", word, "loss.allow_uncorrected=true"], notify=said.append)
         if not any(line.startswith(f"{word} leaves out the recipe's {key}=") for line in said):
@@ -160,7 +160,7 @@ def test_a_recipes_own_value_refuses_no_word_of_the_command_line(word, key):
 
 def test_what_is_typed_beside_it_is_refused_as_before():
     with pytest.raises(ConfigError, match="kl.coef=0.5 does nothing with kl.mode=off"):
-        check_losses(load_config(["algorithm=ppo", "kl.mode=off", "kl.coef=0.5"]))
+        check_losses(load_config([*LOCAL, "algorithm=ppo", "kl.mode=off", "kl.coef=0.5"]))
 
 
 def test_the_estimators_that_take_a_recipes_critic_away_are_those_that_read_no_values():
