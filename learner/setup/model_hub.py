@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from envs.data.hub import hub_answers
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, RunNotFoundError
 from streamrl.named_code import allow_words
-from streamrl.stream.rebuilt import named_version, rebuilt
+from streamrl.run_dirs import find_run_dir
+from streamrl.stream.rebuilt import NAMED, named_version, rebuilt
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """What a checkpoint of ours may hold; a repository often has the weights a second time in other formats."""
@@ -29,26 +30,43 @@ def find_models(
     for setting, section in sections.items():
         key = setting.rpartition(".")[2]
         path = getattr(section, key)
-        if path is not None and (named := named_version(path)) is not None:
+        if path is not None and (named := _named(path, setting)) is not None:
             setattr(section, key, str(rebuilt(*named, allow_words(allow)).resolve()))
         elif path is not None and is_hub_name(path):
             setattr(section, key, _folder(path, setting, notify))
 
 
+def _named(path: str, setting: str) -> tuple[Path, int] | None:
+    """As `named_version`, for a run's name without runs/ too. Raises ConfigError: there is no such run."""
+    if (named := named_version(path)) is not None or Path(path).exists() or not NAMED.fullmatch(path) or "://" in path:
+        return named
+    run, _, version = path.rpartition("@")
+    try:
+        return named_version(f"{find_run_dir(run)}@{version}")
+    except RunNotFoundError as error:
+        raise ConfigError(f"{setting}={path}: {error}") from error
+
+
 def is_hub_name(name: str) -> bool:
-    """Whether this is `owner/name` and no folder here; `models/name` is where `make smollm2` and others put folders."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~", "models/")) and not Path(name).exists()
+    """Whether this is `owner/name` and no folder here; what begins with models/ or runs/ is meant to be one."""
+    ours = (".", "/", "~", "models/", "runs/")
+    return name.count("/") == 1 and "@" not in name and not name.startswith(ours) and not Path(name).exists()
 
 
 def _folder(name: str, setting: str, notify: Callable[[str], None]) -> str:
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     by_hand = f"hf download {name} --local-dir models/{Path(name).name}"
     try:
         cached = Path(snapshot_download(name, allow_patterns=list(FILES), local_files_only=True))
         if (cached / "config.json").exists() and any(cached.glob("*.safetensors")):
             return str(cached)
+    except HFValidationError as error:
+        raise ConfigError(
+            f"{setting}={name} is no folder here (looked in {Path.cwd()}) and cannot be a name of the model hub: give "
+            "either"
+        ) from error
     except LocalEntryNotFoundError:
         pass
     if not hub_answers():

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import streamrl.metrics.trackers.registry as trackers
+from learner.model.config_file import model_config
 from learner.model.tiny import make_tiny_model
 from learner.setup.model_hub import find_models
 from learner.setup.preflight import check_run, models_of
@@ -278,6 +279,23 @@ def test_heads_that_tensor_parallelism_cannot_divide_are_refused(folder, heads, 
             and said.endswith(f"set it to one of {fitting}.")
         )
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("setting", ["distill.teacher", "policy.model_path", "reference.model_path"])
+@pytest.mark.parametrize(("name", "says"), [
+    ("runs/none@9", "no such run: 'runs/none' .*runs/ has one-1"), ("none@best", "no such run: 'none'"),
+    ("none@best:hard", "no such run: 'none'"), ("owner/model@main", "there is no such folder"),
+    ("runs/none", "there is no such folder"), ("a b/c", "cannot be a name of the model hub"),
+])
+def test_what_is_no_run_no_folder_and_no_name_of_the_hub_is_one_sentence(folder, monkeypatch, setting, name, says):
+    monkeypatch.chdir(folder)
+    (folder / "runs" / "one-1").mkdir(parents=True)
+    (folder / "runs" / "one-1" / "run.json").write_text("{}")
+    words = [f"{setting}={name}", *["policy.tiny.enabled=true"] * (setting != "policy.model_path")]
+    with pytest.raises(ConfigError, match=f"{setting}={name}.*{says}"):
+        config = load_config(words)
+        find_models(models_of(config), notify=pytest.fail)
+        model_config(name, setting=setting)
 
 
 def test_a_model_in_the_cache_of_the_hub_is_taken_by_its_name(folder, tmp_path, monkeypatch):
