@@ -133,7 +133,7 @@ class Launcher:
         """Inside, other commands reach this process by the note in the run directory."""
         path, context = self.run_dir / LAUNCH_NOTE, zmq.Context()
         self._requests = ControlServer(context, self._answer)
-        write_atomic(path, json.dumps(note(self._requests.endpoint)))
+        write_atomic(path, json.dumps({**note(self._requests.endpoint), "actors": self.config.launch.num_actors}))
         try:
             yield
         finally:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 from envs.rewards.workers import end
@@ -13,6 +15,7 @@ from streamrl import parent_watch
 from streamrl.errors import ConfigError
 from streamrl.weights.model_folder import check_folder
 
+log = logging.getLogger("streamrl.actor")
 MODULE = "actors.reward_model"
 """What serves the model; named, not imported: no torch is loaded here."""
 READY = "reward model at "
@@ -81,7 +84,8 @@ class LocalModel:
 
     def _start(self) -> None:
         self.stop()
-        self.url = ""
+        self.url, began = "", time.monotonic()
+        log.info("starting the reward model %s: no answer is scored before it is loaded", self._path)
         command = [*parent_watch.program(MODULE), self._path, "--port", "0", "--device", self._device]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
@@ -94,6 +98,7 @@ class LocalModel:
         for line in self._process.stdout:
             if line.startswith(READY):
                 self.url = line.removeprefix(READY).strip()
+                log.info("the reward model %s is loaded, after %.0f s", self._path, time.monotonic() - began)
                 return
         status = end(self._process)
         reader.join(5.0)

@@ -18,6 +18,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -35,6 +36,8 @@ from learner.hub.shared.weight_server import WeightServer
 from learner.hub.status import write_hub_json, write_status
 from streamrl.config.addresses import in_url, is_wildcard
 from streamrl.messages import InstallSource
+from streamrl.metrics.files import read_object
+from streamrl.run_dirs import LAUNCH_NOTE
 from streamrl.transport.authentication import Authenticator
 from streamrl.transport.control import ControlServer
 from streamrl.transport.keys import KeyDirectory
@@ -173,10 +176,11 @@ class HubServer:
             self._alone_since, self._warn_at = now, now + NO_ACTOR_S
         elif now >= self._warn_at:
             self._warn_at = now + NO_ACTOR_S
-            self.context.notify(
-                f"no actor is connected, for {now - self._alone_since:.0f} s: those that were started may still load "
-                f"(see their logs); start one with streamrl actor connect={self.endpoint}"
-            )
+            started = read_object(Path(self.context.settings.run_dir) / LAUNCH_NOTE).get("actors", 0)
+            way = f"start one with streamrl actor connect={self.endpoint}"
+            if started:
+                way = f"{started} started with the run and may still load, see logs/actor-*.log"
+            self.context.notify(f"no actor is connected, for {now - self._alone_since:.0f} s: {way}")
 
     def _learner_gone(self) -> None:
         now = time.monotonic()

@@ -100,12 +100,17 @@ def reward_task(tmp_path, checkpoint, *words):
 
 
 @pytest.mark.shows("reward.model.path")
-def test_an_actor_scores_with_a_process_that_is_replaced_when_it_dies_and_ends_with_the_task(tmp_path, checkpoint):
+def test_an_actor_scores_with_a_process_that_is_replaced_when_it_dies_and_ends_with_the_task(
+    tmp_path, checkpoint, caplog
+):
+    caplog.set_level("INFO", logger="streamrl.actor")
     task = reward_task(tmp_path, checkpoint, "reward.model.device=cpu")
     check_task(task)
     assert not children(), "the check at the start loads nothing"
     assert isinstance(task, HasSetUp)
     task.set_up()
+    loading, loaded = [one.message for one in caplog.records if str(checkpoint) in one.message]
+    assert "starting the reward model" in loading and "is loaded, after" in loaded
 
     async def play() -> list[float]:
         runner = make_runner(task, await installed_engine(says("well")), max_prompt_tokens=32)

@@ -26,6 +26,7 @@ from streamrl.messages import (
     ReturnReason,
     Sampling,
 )
+from streamrl.run_dirs import LAUNCH_NOTE
 from tests.unit.config.setting_harness import LiveHub, Peer, config_of, tiny_model
 from tests.unit.hub.factories import FakeActor, make_ledger, member
 
@@ -186,6 +187,19 @@ def test_without_an_actor_the_hub_says_how_to_start_one(tmp_path, model_dir, mon
 
         assert caplog.text.count("no actor is connected, for ") >= 2
         assert f"streamrl actor connect={hub.server.endpoint}" in caplog.text
+
+
+def test_without_an_actor_a_hub_that_launch_started_says_how_many_load(tmp_path, model_dir, monkeypatch):
+    monkeypatch.setattr(server, "NO_ACTOR_S", 0.0)
+    (tmp_path / LAUNCH_NOTE).write_text('{"actors": 2}')
+    with LiveHub(tmp_path, config_of()) as hub:
+        hub.publish(0, model_dir)
+        deadline = time.monotonic() + 20
+        while not hub.server.context.notices:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (notice, *_) = map(str, hub.server.context.notices)
+    assert "2 started with the run and may still load, see logs/actor-*.log" in notice
 
 
 def test_prompts_that_no_actor_can_take_stop_the_run_with_the_reason():
