@@ -38,7 +38,7 @@ def parsed(
     parser: argparse.ArgumentParser, *, words: str = "settings that replace the run's own", level: str = "WARNING"
 ) -> argparse.Namespace:
     """The arguments, and `words` that are settings; warnings of this process go to standard error."""
-    parser.add_argument("words", nargs="*", metavar="key=value", help=words)
+    parser.add_argument("words", nargs="*", default=[], metavar="key=value", help=words)
     given = parser.parse_intermixed_args()
     start_log(parser.prog.split()[1], level=level)
     return given

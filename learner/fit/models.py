@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from envs.data.hub import hub_answers
 from streamrl.config.wording import did_you_mean
 from streamrl.errors import ConfigError
 from streamrl.weights.model_folder import check_folder, declared_quantization, refusal_of
@@ -56,7 +57,12 @@ def config_of_model(name: str) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
+        said = " ".join(str(error).split())
+        why = f"no configuration of a model can be read there ({type(error).__name__}: {said:.200})"
+        if not path.exists():  # the hub's library tells where it looked, at length
+            why = "it is no folder here and not in the cache of the model hub, which "
+            why += "has none of this name that may be read" if hub_answers() else "cannot be reached from here"
         raise ConfigError(
-            f"{name}: no configuration of a model can be read there ({' '.join(str(error).split())[:200]}). Give a "
-            f"folder with a config.json, that file, or one of {', '.join(PUBLISHED)}.{did_you_mean(name, PUBLISHED)}"
+            f"{name}: {why}. Give a folder with a config.json, that file, or one of {', '.join(PUBLISHED)}."
+            f"{did_you_mean(name, PUBLISHED)}"
         ) from error

@@ -85,7 +85,8 @@ class HubServer:
         self._peers = PeerLimit(self._actor_socket)
         bind(self._actor_socket, settings.bind, "hub.bind")
         self.endpoint = bound_endpoint(self._actor_socket)
-        host = in_url(settings.hub.advertise) if settings.hub.advertise else self.endpoint.removeprefix("tcp://").rpartition(":")[0]
+        bound = self.endpoint.removeprefix("tcp://").rpartition(":")[0]
+        host = in_url(settings.hub.advertise or bound)
         weights = WeightServer(self._zmq, settings, host, self._authenticator)
         # A context of its own: ZAP asks one authenticator per context, and ranks have other keys than actors.
         self._rank_zmq = zmq.Context()

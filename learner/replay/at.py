@@ -39,7 +39,7 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="name the versions of RUN that lie there, with their sizes")
     parser.add_argument(
-        "allow", nargs="*", metavar="actors.allow=[NAME]", help="code that a run of somebody else may use"
+        "allow", nargs="*", default=[], metavar="actors.allow=[NAME]", help="code that a run of somebody else may use"
     )
     given = parser.parse_intermixed_args()
     if odd := [word for word in given.allow if not word.startswith("actors.allow=")]:

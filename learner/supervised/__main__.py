@@ -4,8 +4,20 @@
     dpo                   data.path: prompts with a chosen and a rejected answer
     train-reward-model    the same; a model that gives the chosen one a greater score, for reward.type=model
 
-policy.model_path is the model to start from, rollout.num_prompts_per_step the records of a step. Every setting:
-streamrl settings
+  streamrl sft policy.model_path=MODEL data.path=answers.jsonl policy.optimizer.lr=1e-5
+  streamrl dpo policy.model_path=MODEL data.path=pairs.jsonl policy.optimizer.lr=5e-7
+
+settings, with their defaults:
+    policy.model_path                       the model to start from
+    policy.optimizer.lr=1e-06               RL's: sft and reward models usually take 1e-5, small models more
+    policy.scheduler.name=constant          or another: docs/formulas.md
+    rollout.num_prompts_per_step=16         records of a step
+    trainer.num_steps=100                   or passes over the records, trainer.num_epochs
+    eval.every_steps=25                     held-out loss, of eval.num_samples=100 records; 0 samples is off
+    learner.max_tokens_per_device=4096      longer records are cut
+    dpo.beta=0.1                            of the log-ratio to the reference
+
+Every setting: streamrl settings; more: docs/supervised.md
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def resume(words: list[str]) -> int:
         "resume", "Go on with a run from its newest good checkpoint, by the command that it was last started with, "
         "streamrl launch or streamrl learner, in its run directory.", find=find_run,
     )
-    parser.add_argument("words", nargs="*", metavar="key=value",
+    parser.add_argument("words", nargs="*", default=[], metavar="key=value",
                         help="settings that replace those of the run, such as trainer.num_steps=400")
     given = parser.parse_args(words)
     run = given.run

@@ -126,7 +126,7 @@ def slurm(words: list[str]) -> int:
     parser.add_argument("--learner-options", default="", help="options of sbatch for the learner, in one word")
     parser.add_argument("--actor-options", default="", help="options of sbatch for each actor, in one word")
     parser.add_argument("--setup", default="", help="a shell command before each start, e.g. 'source env/bin/activate'")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the run")
+    parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help="settings of the run")
     chosen = parser.parse_intermixed_args(words)
     jobs = _jobs(chosen)
     learner, actors = jobs.write()

@@ -106,6 +106,19 @@ def test_every_command_has_help(streamrl, command):
     assert code == 0 and f"streamrl {command} " in out
 
 
+@pytest.mark.parametrize(("command", "lacks"), [
+    ("fit", "MODEL"), ("serve", "MODEL_OR_RUN"), ("at", "RUN@N"), ("resume", "RUN"),
+])
+def test_only_what_is_missing_is_named_as_missing(command, lacks, tmp_path, python_env):
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "streamrl.cli", command], cwd=tmp_path, env=python_env, capture_output=True,
+        text=True, timeout=60,
+    )
+    missing = done.stderr.rpartition("arguments are required: ")[2].strip()
+    assert done.returncode == 2 and missing.split(", ")[0] == lacks and "key=value" not in missing
+    assert "actors.allow" not in missing
+
+
 def test_a_report_of_nothing_says_what_is_missing(streamrl):
     code, _, err = streamrl("report", "runs/none")
 

@@ -177,6 +177,16 @@ def test_a_name_without_a_configuration_is_refused_with_the_known_ones():
     assert len(PUBLISHED) == 4
 
 
+def test_a_name_that_is_not_here_is_one_sentence_without_a_hub(tmp_path):
+    with pytest.raises(ConfigError, match="^meta-llama/x: it is no folder here and not in the cache of the model hub, "
+                       "which cannot be reached from here. Give a folder") as caught:
+        config_of_model("meta-llama/x")
+    assert "://" not in str(caught.value)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="no configuration of a model can be read there"):
+        config_of_model(str(tmp_path))
+
+
 @pytest.mark.timeout(280)
 def test_a_real_ranks_resident_memory_is_within_a_tenth_of_the_estimate(tmp_path):
     found = fit_measured.measured(tmp_path, ["llama"], ["full", "lora", "checkpointing"], [1, 2], timeout_s=240)

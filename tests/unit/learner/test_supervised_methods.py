@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import learner.supervised.__main__
 from actors.reward_model.scorer import RewardScorer
 from learner.data.packing import pack
 from learner.model.policy import Policy, load_policy
@@ -20,6 +22,7 @@ from learner.supervised.methods import Dpo, RewardModel, Sft
 from learner.supervised.records import PairShape, places_of, row_of, shape_of
 from learner.supervised.rendering import Encoder
 from learner.supervised.reward_network import export_reward_model, load_reward_network
+from streamrl.config.load import settings
 from streamrl.config.schema import DataConfig, DpoConfig, LearnerConfig
 from streamrl.errors import ConfigError, TaskError
 
@@ -252,3 +255,9 @@ def test_an_exported_reward_model_gives_the_scores_that_were_trained_also_where_
             [{"role": one.role, "content": one.content} for one in messages] for messages in method.shape.pair(record)
         ])
         assert served == pytest.approx(trained.tolist(), abs=1e-5)
+
+
+def test_the_help_shows_settings_with_the_defaults_that_they_have():
+    shown = dict(re.findall(r"^    ([a-z_.]+)=(\S+)", learner.supervised.__main__.__doc__, re.M))
+    defaults = {name: str(default) for name, _, default, _ in settings()}
+    assert len(shown) >= 7 and shown == {name: defaults[name] for name in shown}
