@@ -8,9 +8,11 @@ import json
 import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from envs.task_file import NO_TASK
@@ -38,6 +40,8 @@ NO_SIGNALS = (
     "parsing_timeout=None and timeout_seconds=None); env.step_timeout_s limits every call."
 )
 KINDS = {int: "a number", float: "a number", bool: "a truth value", str: "a text", list: "a list", dict: "an object"}
+NUM_ANSWERS, ANSWERS_S = 16, 5.0
+"""Records whose own answers are scored, spread over the train split, and after how long no further one is."""
 SLOW_S = 10.0
 """After so long a call that still runs is reported."""
 
@@ -87,8 +91,8 @@ def check_task(task: Task, *, limit_s: float = 30.0, notify: Callable[[str], Non
                     f"{where}: its own target {target!r} earns {best.reward}, less than the text {PROBE!r} with "
                     f"{probe.reward}: target and reward disagree."
                 )
-            if split == "train" and isinstance(task, KnowsAnswer) and not _paid(best, probe):
-                _tell_unpaid(where, task, record, probe, limits)
+            if split == "train" and isinstance(task, KnowsAnswer):
+                _tell_unpaid(task, count, best, probe, limits)
 
 
 def _paid(step: Step, probe: Step) -> bool:
@@ -96,18 +100,44 @@ def _paid(step: Step, probe: Step) -> bool:
     return step.reward > min(0.0, probe.reward) or (step.score or 0.0) > 0 or not step.done
 
 
-def _tell_unpaid(where: str, task: KnowsAnswer, record: Record, probe: Step, limits: _Limits) -> None:
-    """Notify if the record's own answer earns nothing in any form, after it earned nothing as `target` writes it."""
-    forms = task.answer_forms(record)
-    try:
-        if not forms or any(_paid(_play(where, task, record, form, limits), probe) for form in forms[1:]):
-            return
-    except TaskError:
-        return  # of a form that no reward has to know
+def _tell_unpaid(task: Task, count: int, best: Step, probe: Step, limits: _Limits) -> None:
+    """Notify if own answers of records earn nothing in any form; `best` is what the first one earns as `target`."""
+    assert isinstance(task, KnowsAnswer)
+    end, num_seen, unpaid = time.monotonic() + ANSWERS_S, 0, list[tuple[int, Record]]()
+    for index in sorted({place * (count - 1) // (NUM_ANSWERS - 1) for place in range(NUM_ANSWERS)}):
+        if index > 0 and time.monotonic() > end:
+            break
+        where = f"task {task.name!r}, train record {index}"
+        try:
+            record = _call(where, "record", task.record, "train", index)
+            forms = list(task.answer_forms(record))
+            known = [best] if index == 0 else []  # the first form is the target's
+            steps = chain(known, (_play(where, task, record, form, limits) for form in forms[len(known) :]))
+            if forms and (_is_no_answer(task, record) or not any(_paid(step, probe) for step in steps)):
+                unpaid.append((index, record))
+            num_seen += 1
+        except TaskError:
+            continue  # of a form that no reward has to know; else it costs that record only
+    if unpaid:
+        index, record = unpaid[0]
+        which = "the first record" if index == 0 else f"record {index}"
+        others = f" (nor do {len(unpaid) - 1} more of {num_seen} records looked at)" if len(unpaid) > 1 else ""
+        limits.notify(f"the right answer of {which} {_unpaid(task, record)}{others}")
+
+
+def _is_no_answer(task: KnowsAnswer, record: Record) -> bool:
+    looks = getattr(task, "is_no_answer", None)
+    return looks is not None and looks(record)
+
+
+def _unpaid(task: KnowsAnswer, record: Record) -> str:
     answer = task.answer(record)
+    if _is_no_answer(task, record):
+        return (f"({answer!r:.40}, {len(answer)} characters) is no answer but a whole text: end it with "
+                "\\boxed{...} or #### and the answer, or name another field with data.answer_key")
     kind = KINDS.get(type(answer), f"a {type(answer).__name__}")
     remedy = "look at how the reward compares it" if isinstance(answer, str) else "compare texts, or use str(answer)"
-    limits.notify(f"the right answer of the first record ({answer!r:.40}, {kind}) earns nothing: {remedy}")
+    return f"({answer!r:.40}, {kind}) earns nothing: {remedy}"
 
 
 def _checked_record(where: str, task: Task, split: str) -> Record:

@@ -86,6 +86,11 @@ class DataTask:
             return [] if target is None else [target]
         return [target, f"\\boxed{{{target}}}", f"<think> </think><answer> {target} </answer>"]
 
+    def is_no_answer(self, record: Record) -> bool:
+        """Whether the reward compares mathematics, and finds a whole text where the answer should be."""
+        looks = getattr(self._reward, "is_no_answer", None)
+        return looks is not None and looks(record)
+
 
 def task_from_data(settings: TaskSettings) -> DataTask:
     """The task that data.path, and env.path, reward.type or env.name make together. Raises TaskError."""

@@ -24,6 +24,8 @@ from envs.rewards.workers import GraderError, WorkerPool, num_workers
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record, Step
 
+MAX_ANSWER_CHARS = 300
+"""An own answer that is longer, without a box or ####, is taken for a whole solution."""
 Grader = Callable[[str, str], bool]
 """Whether the second answer is the same as the first, the record's own."""
 
@@ -61,6 +63,11 @@ class _FoundAnswer:
     def find(self, completion: str) -> str | None:
         raise TypeError(f"{type(self).__name__} must define find(completion)")
 
+    def is_no_answer(self, record: Record) -> bool:
+        """Whether the record's own answer is a whole text, which no answer will equal."""
+        answer = str(self._shape.answer(record) or "").strip()
+        return final_answer(answer) == answer and (len(answer) > MAX_ANSWER_CHARS or "\n\n" in answer)
+
     def well_formed(self, completion: str) -> bool:
         tags = self._settings.format_tags
         return self.find(spoken(completion)) is not None and (not tags or has_format(completion, tags))
@@ -82,7 +89,7 @@ class Boxed(_FoundAnswer):
         return last_boxed(completion)
 
     def target(self, record: Record, answer: str) -> str:
-        return f"\\boxed{{{answer}}}"
+        return f"\\boxed{{{final_answer(str(answer))}}}"
 
 
 class ThinkAnswerTags(_FoundAnswer):
@@ -101,7 +108,7 @@ class ThinkAnswerTags(_FoundAnswer):
         return has_format(completion.rstrip(), self._settings.format_tags or ANSWER_TAGS)
 
     def target(self, record: Record, answer: str) -> str:
-        return f"<think> </think><answer> {answer} </answer>"
+        return f"<think> </think><answer> {final_answer(str(answer))} </answer>"
 
 
 class FreeMath(_FoundAnswer):
@@ -126,6 +133,9 @@ class Exact(_FoundAnswer):
 
     def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
         super().__init__(settings, shape, lambda gold, answer: gold == answer)
+
+    def is_no_answer(self, record: Record) -> bool:
+        return False  # any text may be asked for
 
     def find(self, completion: str) -> str | None:
         return completion.strip()

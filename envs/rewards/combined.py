@@ -26,6 +26,7 @@ class Combined:
         target = _first(rewards, "target")
         if target is not None:
             self.target = target
+        self.is_no_answer = _first(rewards, "is_no_answer")
         self._set_up = [one for one in rewards.values() if hasattr(one, "set_up")]
         if self._set_up:
             self.set_up, self.tear_down = self._all("set_up"), self._all("tear_down")

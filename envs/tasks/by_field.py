@@ -67,6 +67,9 @@ class FieldTask:
     def answer_forms(self, record: Record) -> Sequence[str]:
         return self._told("answer_forms", record, [])
 
+    def is_no_answer(self, record: Record) -> bool:
+        return self._told("is_no_answer", record, False)
+
     def set_up(self) -> None:
         self._all("set_up")
 

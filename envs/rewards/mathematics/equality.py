@@ -7,22 +7,37 @@ from __future__ import annotations
 
 import contextlib
 import re
-from fractions import Fraction
+from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
-from envs.rewards.mathematics.text import bare, choice, clean, number, parts, without_choice, words
+from envs.rewards.mathematics.text import (
+    RELATION,
+    TRIGONOMETRY,
+    bare,
+    choice,
+    clean,
+    number,
+    parts,
+    without_choice,
+    words,
+)
 from envs.rewards.mathematics.units import PERCENT, quantity
 
 _NAME = r"(?:\\?[a-zA-Z]+|\\text\{[^{}]*\})(?:_\w|_\{\w+\})?'?(?:\([a-z](?:, ?[a-z])*\))?|\([a-z](?:, ?[a-z])+\)"
 _ASSIGNMENT = re.compile(rf"({_NAME})\s*(?:=|\\in(?![a-zA-Z]))\s*(.+)")
-_RELATION = re.compile(r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|[<>]")
-_EQUALS = re.compile(r"(?<![<>!\\])=")
-_MISREAD = re.compile(r"(?<!_)\d\s+\d|\d_|:.*:|\\pmod|\\cdots|\\ldots|\.\.\.")
+_APPROXIMATELY = re.compile(r"\\(?:approx|simeq)(?![a-zA-Z])")
+_JOINED = re.compile(r"\s*\\l(?:or|and)(?![a-zA-Z])\s*")
+_REALS = re.compile(r"(?:\\mathbb\s*\{?\s*R\s*\}?|\\Reals|\\R)(?:\s*(?:\\setminus|\\backslash|-)\s*\\\{(.*)\\\})?")
+_ALL_REALS = ("all real numbers", "all reals", "the real numbers", "real numbers", "the set of all real numbers")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?|(?<![a-zA-Z\\])[a-z]|\\(?:theta|alpha|beta)\s*)\s*\^\s*\\circ")
+_EQUALS = re.compile(r"(?<![<>!\\])=(?![^{}]*(?<!\\)\})")
+"""Not that of the index of a sum."""
+_MISREAD = re.compile(r"(?<!_)\d\s+\d|\d_|:.*:|\\pmod|\\ldots|\\binom\{?\d{6}")
 """Notation that math-verify's parser takes for something else: 1 2 for a sum, 11_2 for 11, 1:2:3 for one number."""
 _FACTORS = re.compile(r"(?<![\w^.\\])(\d+(?:\.\d+)?)\s*(?=[({])|(?<=\))\s*(?=\()")
 """2(4) and (2)(4) are products, and its sums."""
 _RANGE = re.compile(r"(\d+)\s*-+\s*(\d+)")
-_TOLERANCE = 1e-9
 _UNORDERED = {",", "{}", "cup"}
 
 
@@ -32,8 +47,18 @@ def grade(gold: str, answer: str) -> bool:
     Numbers are compared exactly, lists item by item, and expressions by math-verify. Texts are compared where one of
     them cannot be read.
     """
-    gold, answer = clean(gold), clean(answer)
+    gold, answer = _stated(clean(gold)), _stated(clean(answer))
     return bool(gold) and _same(gold, answer)
+
+
+def _stated(text: str) -> str:
+    """The value that is said to be approximately something; of a name, and of nothing, that something."""
+    pieces = [piece.strip() for piece in _APPROXIMATELY.split(text)]
+    if len(pieces) != 2 or parts(text)[1] != [text]:
+        return text
+    if not pieces[0]:
+        return pieces[1]
+    return " = ".join(pieces) if re.fullmatch(_NAME, pieces[0]) and not number(pieces[0]) else pieces[0]
 
 
 def _same(gold: str, answer: str) -> bool:
@@ -42,10 +67,12 @@ def _same(gold: str, answer: str) -> bool:
     if None not in (letters := (choice(gold), choice(answer))):
         return letters[0] == letters[1]
     answer = without_choice(answer)
+    gold, answer = _without_reals(gold), _without_reals(answer)
     if (texts := (words(gold), words(answer))) != (None, None):
         return texts[0] == texts[1]
     if (intervals := _intervals(gold, answer)) is not None:
         return intervals
+    gold, answer = (_JOINED.sub(", ", text) for text in (gold, answer))
     named, given = _assignment(gold), _assignment(answer)
     if named or given:
         return _same_equations(gold, answer, named, given)
@@ -84,18 +111,51 @@ def _same_sets(golds: list[str], givens: list[str]) -> bool:
 
 def _intervals(gold: str, answer: str) -> bool | None:
     """Compare inequalities in one variable as intervals, also with a written interval; None if there are none."""
-    found = _interval(gold), _interval(answer)
+    found = _solutions(gold), _solutions(answer)
     if found == (None, None):
         return None
     if None not in found:
         return found[0][0] == found[1][0] and _same(found[0][1], found[1][1])
-    other, text = (gold, found[1][1]) if found[0] is None else (answer, found[0][1])
-    return parts(other)[0] in ("()", "(]", "[)", "[]") and _same(other, text)
+    other, (name, text) = (gold, found[1]) if found[0] is None else (answer, found[0])
+    if (named := _assignment(other)) and named[0] == name:
+        other = _without_reals(named[1])
+    if parts(other)[0] == "," and len(parts(other)[1]) > 1:
+        return None  # a list says neither "and" nor "or"
+    return parts(other)[0] in ("()", "(]", "[)", "[]", "cup") and _same(other, text)
+
+
+def _solutions(text: str) -> tuple[str, str] | None:
+    """Inequalities in one variable as an interval; joined by "or" as a union, and two of them by "and" as one."""
+    found: list[tuple[str, str]] = []
+    for piece in re.split(r"\\lor(?![a-zA-Z])", text):
+        both = [_interval(part.strip()) for part in re.split(r"\\land(?![a-zA-Z])", piece)]
+        if None in both or len(both) > 2 or len({name for name, _ in both}) > 1:
+            return None
+        if len(both) == 2:
+            low, high = sorted((interval for _, interval in both), key=lambda one: one.startswith(r"(-\infty,"))
+            if not low.endswith(r", \infty)") or not high.startswith(r"(-\infty, "):
+                return None
+            both = [(both[0][0], low.removesuffix(r", \infty)") + high.removeprefix(r"(-\infty"))]
+        found += both
+    one_name = len({name for name, _ in found}) == 1
+    return (found[0][0], r" \cup ".join(interval for _, interval in found)) if one_name else None
+
+
+def _without_reals(text: str) -> str:
+    r"""\mathbb{R} as (-\infty, \infty), and without some numbers as the union of what is left."""
+    if found := _REALS.fullmatch(text):
+        holes = parts(found[1] or "")[1]
+        if all(number(hole) is not None for hole in holes):
+            ends = [r"-\infty", *sorted(holes, key=number), r"\infty"]
+            return r" \cup ".join(f"({low}, {high})" for low, high in pairwise(ends))
+    return r"(-\infty, \infty)" if words(text) in _ALL_REALS else text
 
 
 def _interval(text: str) -> tuple[str, str] | None:
     """x > 5 as ("x", "(5, \\infty)"), and -1 < x \\le 3 as ("x", "(-1, 3]")."""
-    signs, sides = _RELATION.findall(text), [side.strip() for side in _RELATION.split(text)]
+    if found := re.fullmatch(r"(\\?[a-zA-Z]+)\s*\\ne\s*([^<>=]+)", text):
+        return found[1], rf"(-\infty, {found[2]}) \cup ({found[2]}, \infty)"
+    signs, sides = RELATION.findall(text), [side.strip() for side in RELATION.split(text)]
     if not signs or not all(sides) or len({sign in ("<", r"\le") for sign in signs}) != 1:
         return None
     if signs[0] in (">", r"\ge"):
@@ -146,6 +206,9 @@ def _same_quantities(gold: str, answer: str) -> bool:
         if percent:  # the question asks for percent: 50% may be given as 50 or as 0.5
             return right in (left, left / 100)
         return left == right / 100 or (left == right and left > 1)
+    if {unit, given} == {"degree", ""} and r"\pi" in gold + answer:  # one side counts in radians
+        radians = r"(%s) \cdot \frac{\pi}{180}"
+        gold, answer = radians % gold if unit else gold, radians % answer if given else answer
     return not (unit and given and unit != given) and _same_values(gold, answer)
 
 
@@ -156,11 +219,17 @@ def _same_values(gold: str, answer: str) -> bool:
     parsed_gold, parsed_answer = _parse(gold), _parse(answer)
     if parsed_gold is None or parsed_answer is None:
         return bare(gold) == bare(answer)
-    return _verify(parsed_gold, parsed_answer)
+    with contextlib.suppress(Exception):  # undecided is unequal
+        return _verify(parsed_gold, parsed_answer)
+    return False
 
 
 def _parse(text: str) -> Any:
     """Parse with math-verify, with exact numbers; None if it cannot, or is not installed."""
+    if TRIGONOMETRY.search(text):
+        text = _DEGREES.sub(r"(\1 \\cdot \\frac{\\pi}{180})", text)
+        if r"\circ" in text:
+            return None
     ends = _RANGE.fullmatch(text)
     if _MISREAD.search(text) or (ends and int(ends[1]) < int(ends[2])):  # 3-5 is no difference
         return None
@@ -183,22 +252,19 @@ def _parse(text: str) -> Any:
 
 
 def _verify(gold: Any, answer: Any) -> bool:
-    from math_verify import verify
+    """Two expressions are compared exactly; relations and sets by math-verify, whose parts are."""
+    from math_verify import grader
+    from sympy import Expr, MatrixBase
 
-    with contextlib.suppress(Exception):
-        return bool(verify([gold], [answer], timeout_seconds=None)) and not _far_apart(gold, answer)
-    return False
+    from envs.rewards.mathematics.exact import same
 
+    def same_part(left: Any, right: Any, *_: Any) -> bool:
+        if isinstance(left, MatrixBase) and isinstance(right, MatrixBase):
+            return left.shape == right.shape and all(map(same, left.flat(), right.flat()))
+        return isinstance(left, Expr) and isinstance(right, Expr) and same(left, right)
 
-def _far_apart(gold: Any, answer: Any) -> bool:
-    """Whether values differ at some point: math-verify takes all that is nearer to zero than 1e-15 for equal."""
-    from sympy import Expr
-
-    if not isinstance(gold, Expr) or not isinstance(answer, Expr):
-        return False
-    names = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    point = {name: Fraction(7 + 4 * index, 3) for index, name in enumerate(names)}
-    with contextlib.suppress(Exception):  # no number comes out: math-verify decides
-        left, right = (complex(value.subs(point).evalf(30)) for value in (gold, answer))
-        return abs(left - right) > _TOLERANCE * max(abs(left), abs(right))
-    return False
+    if isinstance(gold, Expr | MatrixBase) and isinstance(answer, Expr | MatrixBase):
+        return same_part(gold, answer)
+    # It takes all that is nearer to zero than 1e-15 for equal.
+    with patch.multiple(grader, sympy_numeric_eq=same_part, sympy_symbolic_eq=same_part):
+        return bool(grader.verify([gold], [answer], timeout_seconds=None))

@@ -11,8 +11,11 @@ _WIDE = str.maketrans({
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
     "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ",
     "±": r"\pm ", "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-    "θ": r"\theta ", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
+    "θ": r"\theta ",
+    "≈": r"\approx ", "ℝ": r"\mathbb{R}", "…": r"\ldots ", "∨": r"\lor ", "∧": r"\land ",
+    "\u00a0": " ", "\u202f": " ", "\u2009": " ",
 })  # fmt: skip
+_FUNCTIONS = "exp|ln|log|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|sec|csc"
 _REWRITTEN = [
     (r"\\\$|\$(?=\d[^$]*$)", CURRENCY),
     (r"\$+|(?<!\\)\\[()\[\]]|\\displaystyle|\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?|\\!|\\limits", ""),
@@ -21,6 +24,9 @@ _REWRITTEN = [
     (r"\\(?:lbrace|\{)\s*", r"\\{"), (r"\s*\\(?:rbrace|\})", r"\\}"),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\frac\s*(\w)(?=\s*[\w{\\])", r"\\frac{\1}"), (r"(\\frac\{[^{}]*\})\s*(\w)", r"\1{\2}"),  # as TeX: one letter
+    (rf"\\(?:operatorname|mathrm|text|rm)\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1"),
+    (rf"(?<![a-zA-Z\\])({_FUNCTIONS})(?=\s*[(\d]|\s*\\(?:frac|sqrt|pi)|\s+[a-z](?![a-z]))", r"\\\1"),
+    (r"\\(?:[lc]dots|dots[bcimo]?)(?![a-zA-Z])|\.\.\.", r"\\ldots "),
     (r"\\(?:math(?:rm|bf|it|sf)|text(?:rm|bf|it|normal)|mbox|operatorname)\s*\{", r"\\text{"),
     (r"\\text\s+\{", r"\\text{"),
     (r"\\geq(?:slant)?(?![a-zA-Z])|>=", r"\\ge "), (r"\\leq(?:slant)?(?![a-zA-Z])|<=", r"\\le "),
@@ -29,10 +35,15 @@ _REWRITTEN = [
     (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "), (r"(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
     (r"\*\*", "^"), (r"\\varnothing(?![a-zA-Z])|\\\{\\\}", r"\\emptyset"),
     (r"\\degree(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
-    (r",?\s*\\text\{\s*(and|or)\s*\}\s*|(?<=[\s\w)}\]]),?\s+(and|or)\s+(?=\S)", ", "),
     (r"([_^])\{(\w)\}", r"\1\2"),
 ]  # fmt: skip
 _REWRITTEN_RE = [(re.compile(pattern), new) for pattern, new in _REWRITTEN]
+TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_BETWEEN = re.compile(
+    r",?\s*\\text\{\s*(and|or)\s*\}\s*|(?<=[\s\w)}\]]),?\s+(and|or)\s+(?=\S)|"
+    r"\\(?:(wedge|land)|vee|lor)(?![a-zA-Z])"
+)
+RELATION = re.compile(r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|[<>]")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _CHOICE = re.compile(r"(?:(?:[oO]ption|[cC]hoice)\s+)?\(?([A-J])(?:\)[.:]?|\.|:|(?=$))(.*)", re.DOTALL)
 _LETTER = re.compile(r"(?<![^\W_])(?:[B-HJ]|[AI](?! (?!and |or )[a-z]))(?![^\W_'’])")
@@ -42,7 +53,7 @@ _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix)\}(.*)\\end\{\1\}", re.DOTALL)
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?(?:\.\d*)?"
-_POWER = r"(?:[eE]([+-]?\d{1,3})|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([+-]?\s*\d{1,3})\s*\}?)?"
+_POWER = r"(?:[eE]([+-]?\d{1,4})|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([+-]?\s*\d{1,4})\s*\}?)?"
 _DECIMAL = re.compile(rf"([+-]?)\s*({_DIGITS}){_POWER}")
 _REPEATING = re.compile(r"([+-]?)\s*(\d*)\.(\d*)\\overline\{(\d+)\}")
 _GROUP = rf"\{{\s*([+-]?{_DIGITS})\s*\}}"
@@ -57,8 +68,15 @@ def clean(text: str) -> str:
     text = text.translate(_WIDE)
     for pattern, new in _REWRITTEN_RE:
         text = pattern.sub(new, text)
+    related = RELATION.search(text) or r"\ne " in text
+    text = _BETWEEN.sub(lambda found: _between(found) if related else ", ", text)
     text = _TEXT.sub(lambda found: ", ".join(rf"\text{{{item}}}" for item in found[1].split(",")), text)
     return re.sub(r"\s+", " ", text).strip(" .;:" if not text.strip().startswith(".") else " ")
+
+
+def _between(found: re.Match[str]) -> str:
+    """Inequalities are joined by what they are joined by; other answers by commas."""
+    return r" \land " if (found[1] or found[2]) == "and" or found[3] else r" \lor "
 
 
 def bare(text: str) -> str:
@@ -156,7 +174,7 @@ def number(text: str) -> Fraction | None:
     if (found := _DECIMAL.fullmatch(text)) and (value := _fraction(found[2])) is not None:
         power = (found[3] or found[4] or "0").replace(" ", "")
         return _signed(found[1], value * Fraction(10) ** int(power))
-    if found := re.fullmatch(r"([+-]?)\s*10\s*\^\s*\{?\s*([+-]?\d{1,3})\s*\}?", text):
+    if found := re.fullmatch(r"([+-]?)\s*10\s*\^\s*\{?\s*([+-]?\d{1,4})\s*\}?", text):
         return _signed(found[1], Fraction(10) ** int(found[2]))
     if found := _REPEATING.fullmatch(text):
         fixed, again = found[2] + found[3], found[4]

@@ -3,9 +3,10 @@ r"""Units, percent signs and currencies at a value: 5\text{ cm}^2, 18 dollars, \
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import NamedTuple
 
-from envs.rewards.mathematics.text import CURRENCY, number
+from envs.rewards.mathematics.text import CURRENCY, TRIGONOMETRY, number
 
 PERCENT = "%"
 _NAMES = {
@@ -25,7 +26,8 @@ _CHANGES = {"and", "or", "plus", "minus", "times", "half", "third", "quarter", "
     "zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty".split()
 )
 """Words after a number that make it another one: what they say is not read."""
-_WORD = r"(?:\\text\{[^{}\d]*\}|(?<![\\A-Za-z])[A-Za-z]{2,}|(?<=[ /])[msghlLNJWVK](?![A-Za-z]))"
+_TEXT = r"\\text\{(?:[^{}\d^]|\^\s*\{?-?\d\}?)*\}"
+_WORD = rf"(?:{_TEXT}|(?<![\\A-Za-z])[A-Za-z]{{2,}}|(?<=[ /])[msghlLNJWVK](?![A-Za-z]))"
 _SUFFIX = re.compile(
     rf"\s*((?:\\?%|\^\s*\\circ\s*(?:\\text\{{\s*)?[CF]?\}}?|{_WORD})(?:\s*(?:/|\\cdot|\^\s*\{{?-?\d\}}?|{_WORD}))*)\.?$"
 )
@@ -48,10 +50,12 @@ def quantity(text: str) -> Quantity:
     if not found or not text[: found.start()].strip():
         return Quantity(text, unit)
     value, suffix = text[: found.start()].strip(), found[1]
-    plain = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", suffix).strip()
+    if r"\circ" in suffix and TRIGONOMETRY.search(value):
+        return Quantity(text, unit)  # an angle of the function, not the unit of its value
+    plain = re.sub(_TEXT, lambda found: f" {found[0][6:-1]} ", suffix).strip()
     if plain == suffix and number(value) is None and suffix not in ("%", r"\%") and r"\circ" not in suffix:
         return Quantity(text, unit)  # letters after an expression are factors of it
-    names = re.findall(r"\\?%|\^\s*\\circ|\^\s*\{?-?\d\}?|[^\W\d_]+|[/£€¢$]", plain.lower())
+    names = re.findall(r"\\?%|\^\s*\\circ|\^\s*\{?-?\d\}?|[^\W\d_]+|[/£€¢$]", plain.lower().replace(r"\cdot", " "))
     if _CHANGES & set(names) or (plain == suffix and not _stands_alone(text[found.start() :], names)):
         return Quantity(text, unit)
     scales = [_SCALES[name.removesuffix("s")] for name in names if name.removesuffix("s") in _SCALES]
@@ -68,19 +72,24 @@ def _stands_alone(suffix: str, names: list[str]) -> bool:
 
 
 def _unit(names: list[str]) -> str:
-    """One spelling of known units and their powers; "" where a word is not known."""
-    found, power = [], ""
+    """One spelling of known units and their powers, whatever their order; "" where a word is not known."""
+    powers: Counter[str] = Counter()
+    last, power, sign = "", 1, 1
     for name in names:
         name = re.sub(r"[\s{}]", "", name)
-        if name in _POWERS and name in ("squared", "cubed"):
-            found.append(_POWERS[name])
+        if name in ("/", "per"):
+            sign = -1
+        elif name in ("squared", "cubed") or re.fullmatch(r"\^-?\d", name):
+            if not last:
+                return ""
+            powers[last] += sign * (int(_POWERS.get(name, name)[1:]) - 1)
         elif name in _POWERS:
-            power = _POWERS[name]
-        elif name in ("/", "per") or name.startswith("^") and name != r"^\circ":
-            found.append("/" if name == "per" else name)
+            power = int(_POWERS[name][1:])
         elif known := UNITS.get(name) or UNITS.get(name.removesuffix("s")) or (name in "cf" and name):
-            found.append(known + power)
-            power = ""
+            for part, direction in zip(known.split("/"), (sign, -sign), strict=False):
+                last = part
+                powers[part] += direction * power
+            power = 1
         else:
             return ""
-    return "".join(found)
+    return " ".join(name if number == 1 else f"{name}^{number}" for name, number in sorted(powers.items()) if number)

@@ -21,13 +21,16 @@ TURNS = (
     "        return [ChatMessage('user', record['question'])]\n\n    def step(self, action):\n"
     "        return Step(0.0, done=False, messages=[ChatMessage('user', 'more')])\n"
 )
-NUMBER = "the right answer of the first record (1, a number) earns nothing: compare texts, or use str(answer)"
-TEXT = "the right answer of the first record ('1', a text) earns nothing: look at how the reward compares it"
+ALL = " (nor do 15 more of 16 records looked at)"
+NUMBER = f"the right answer of the first record (1, a number) earns nothing: compare texts, or use str(answer){ALL}"
+TEXT = f"the right answer of the first record ('1', a text) earns nothing: look at how the reward compares it{ALL}"
 
 
-def told(tmp_path, monkeypatch, answer: object, *words: str, reward: str | None = None) -> list[str]:
+def told(tmp_path, monkeypatch, answer: object, *words: str, reward: str | None = None, late: object = None):
+    """What the check says of 40 records with this answer, or of 20 and 20 with `late`."""
     monkeypatch.chdir(tmp_path)
-    records = [{"question": f"{n} + 1 - {n} = ?"} | ({} if answer is None else {"answer": answer}) for n in range(40)]
+    answers = [answer] * 20 + [answer if late is None else late] * 20
+    records = [{"question": f"{n} + 1 - {n} = ?", "answer": one} for n, one in enumerate(answers)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if reward is not None:
         (tmp_path / "reward.py").write_text(reward)
@@ -73,3 +76,19 @@ def test_shipped_rewards_pay_the_records_own_answer_or_read_none(tmp_path, monke
 def test_several_rewards_are_asked_together(tmp_path, monkeypatch):
     assert told(tmp_path, monkeypatch, 1, "reward.weights={exact: 1.0, repetition: 0.1}") == []
     assert told(tmp_path, monkeypatch, 1, "reward.weights={exact: 0.0, repetition: 0.1}") == []  # its score is 1
+
+
+def test_records_after_the_first_are_looked_at(tmp_path, monkeypatch):
+    (line,) = told(tmp_path, monkeypatch, "1", reward=STRIP.format("answer"), late=2)
+    assert line.startswith("the right answer of record ") and "(2, a number) earns nothing: compare texts" in line
+    assert "more of 16 records looked at)" in line
+
+
+@pytest.mark.parametrize("kind", ["math", "boxed", "think_answer_tags"])
+def test_a_whole_solution_without_a_box_is_no_answer(tmp_path, monkeypatch, kind):
+    solution = "We add the numbers one by one and look at what is left of them.\n\n" * 5
+    (line,) = told(tmp_path, monkeypatch, "1", f"reward.type={kind}", late=solution)
+    assert f"{len(solution)} characters) is no answer but a whole text: end it with \\boxed" in line
+    for ending in (r"So it is $\boxed5$.", r"So it is \boxed{5}.", "#### 5"):
+        assert told(tmp_path, monkeypatch, "1", f"reward.type={kind}", late=solution + ending) == []
+    assert told(tmp_path, monkeypatch, "1", "reward.type=exact", late=solution) == []
