@@ -17,6 +17,7 @@ import pytest
 from actors.settings import episode_rules
 from envs.data.shapes import RecordShape
 from envs.data_task import task_from_data
+from envs.rewards.combined import combine
 from envs.rewards.registry import REWARDS, make_reward
 from envs.rewards.verifier_server import PATH, make_server
 from envs.sandbox import SandboxPool
@@ -124,17 +125,13 @@ def test_several_rewards_are_weighed_and_each_is_logged(play):
     assert step.parts["math"] == 1.0 and step.parts["length"] == -0.5 and step.parts["think_answer_tags"] == 0.0
 
 
-def test_a_reward_that_is_none_does_not_apply(play, tmp_path, monkeypatch):
-    (tmp_path / "of_mine.py").write_text(
-        "def of_mine(settings, shape):\n"
-        "    return lambda record, completion, prompt: None if 'skip' in completion else 2.0\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    words = "reward.weights={exact: 1.0, 'of_mine:of_mine': 0.5}"
-    assert (play("4", words).reward, play("4 skip", words).reward) == (2.0, 0.0)
-    assert "of_mine:of_mine" not in play("4 skip", words).parts
-    with pytest.raises(TaskError, match="returned None"):
-        play("skip", "reward.weights={'of_mine:of_mine': 0.5}")
+def test_a_reward_that_is_none_does_not_apply():
+    rewards = {"short": lambda record, text, prompt: None if "skip" in text else 2.0, "length": lambda *_: None}
+    reward = combine(rewards | {"right": lambda record, text, prompt: 1.0}, {"short": 0.5, "length": 1.0, "right": 1.0})
+    assert (reward({}, "4", []).reward, reward({}, "4", []).parts) == (2.0, {"short": 2.0, "right": 1.0})
+    assert (reward({}, "skip", []).reward, reward({}, "skip", []).parts) == (1.0, {"right": 1.0})
+    with pytest.raises(TaskError, match="reward length returned None"):
+        combine(rewards, {"short": 0.5, "length": 1.0})({}, "skip", [])
 
 
 def test_a_type_beside_weights_and_an_unknown_name_are_refused(play):
