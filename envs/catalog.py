@@ -36,7 +36,9 @@ def entries() -> list[Entry]:
     gem = "id, template, num_train, num_test and those of the environment"
     named = Entry("gem", "An environment of the package gem-llm, which must be installed.", gem)
     own = Entry(f"{VERIFIERS}ID", "A taskset of verifiers, in an environment of its own.", "python, num_test, --env.*")
-    return [*listed, *formats, named, own, Entry(f"{PREFIX}NAME", "Any data set of the reasoning_gym package.", every)]
+    server = Entry("openenv:URL", "An environment behind a server of OpenEnv.", "action, observation, reset, ...")
+    return [*listed, *formats, named, own, server,
+            Entry(f"{PREFIX}NAME", "Any data set of the reasoning_gym package.", every)]
 
 
 def lines(words: list[str]) -> list[str]:

@@ -136,10 +136,12 @@ def _factory(name: str) -> Callable[..., Any]:
         return partial(OpenEnvTask, name.removeprefix("openenv:"))
     if ":" not in name:
         # The package is only imported for the spelling check of a name that failed already.
-        candidates = [*REGISTERED, *(PREFIX + dataset for dataset in dataset_names())]
+        others = ("gem", *FORMATS, "openenv:http://HOST:PORT", f"{VERIFIERS}ID")
+        candidates = [*REGISTERED, *others, *(PREFIX + dataset for dataset in dataset_names())]
         raise TaskError(
             f"Unknown task {name!r}.{did_you_mean(name, candidates)} Registered: {', '.join(sorted(REGISTERED))}; also "
-            "reasoning_gym.<dataset>, package.module:Class, or your own file with env.path=my_task.py."
+            f"{', '.join(others)}, reasoning_gym.<dataset>, package.module:Class, or your own file with "
+            "env.path=my_task.py."
         )
     try:
         factory = import_attribute(name, setting="env.name")

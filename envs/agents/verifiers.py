@@ -43,18 +43,19 @@ class VerifiersTask(SingleTurnTask):
 
     Args:
         taskset_id: as of `vf-eval`.
-        python: of an environment with verifiers and the taskset.
+        python: of an environment with verifiers and the taskset; None is this one.
         num_test: the last tasks, which are held out; None is a tenth of them, at most 200.
         settings: of verifiers' environment, as its `--env.*`: taskset, agent, timeout.
     """
 
     def __init__(
-        self, taskset_id: str, /, *, python: str = sys.executable, num_test: int | None = None, **settings: Any
+        self, taskset_id: str, /, *, python: str | None = None, num_test: int | None = None, **settings: Any
     ) -> None:
         self.name = PREFIX + taskset_id
         settings = {**settings, "taskset": {**settings.get("taskset", {}), "id": taskset_id}}
         # -P: the folder of the program holds modules of other names, this one too.
-        self._command, self._num_test = [python, "-P", WORKER, json.dumps(settings)], num_test
+        self._command, self._num_test = [python or sys.executable, "-P", WORKER, json.dumps(settings)], num_test
+        self._unset = "" if python else ", which is not set and so streamrl's own,"
         self._processes = _Processes([*self._command, "play"])
         self.tear_down = self._processes.close
 
@@ -76,8 +77,9 @@ class VerifiersTask(SingleTurnTask):
             said, records = err.read().strip(), [found for line in out if "task" in (found := _json_object(line))]
         if status:
             raise TaskError(
-                f"task {self.name}: see that env.options.python is that of an environment with verifiers 0.4 and the "
-                f"taskset, and env.options.* settings of its environment: {said[-300:]}"
+                f"task {self.name}: see that env.options.python{self._unset} is that of an environment with verifiers "
+                "0.4 and the taskset (docs/agents.md makes one), and env.options.* settings of its environment: "
+                f"{said.rpartition(chr(10))[2][:300]}"
             )
         held_out = min(MAX_TEST, -(-len(records) // 10)) if self._num_test is None else self._num_test
         if not 0 < held_out < len(records):

@@ -137,7 +137,8 @@ def test_an_episode_over_its_time_is_cancelled_in_the_process(words, tmp_path):
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    (["env.options.taskset.size=null"], "verifiers 0.4 and the taskset.*no such taskset"),
+    (["env.options.taskset.size=null"], "python, which is not set .*0.4 and the taskset .*: no such taskset$"),
+    (["env.options.taskset.size=null", f"env.options.python={sys.executable}"], "python is that of an environment"),
     (["env.options.num_test=30"], "has 30 tasks: env.options.num_test must leave some"),
     (["env.options.python=/no/such/python"], "env.options.python cannot be started"),
 ])

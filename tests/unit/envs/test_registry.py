@@ -57,6 +57,15 @@ def test_an_unknown_name_suggests_the_nearest_one():
         load_task("string.revers")
 
 
+@pytest.mark.parametrize(("name", "says"), [
+    ("openenv", "Did you mean openenv:http://HOST:PORT"), ("verifier", "Did you mean verifiers:ID"),
+    ("gsm8", "Did you mean gsm8k"), ("gemm", "Did you mean gem"),
+])
+def test_a_task_by_another_way_than_a_registered_name_is_suggested_too(name, says):
+    with pytest.raises(TaskError, match=f"{says}.* also gem, .*gsm8k.*openenv:.*verifiers:ID, reasoning_gym"):
+        load_task(name)
+
+
 def test_an_unknown_option_is_refused_with_the_nearest_and_all_valid_ones():
     with pytest.raises(TaskError, match=r"no option 'max_len'\. Did you mean max_length.*\? Valid options: alphabet, "):
         load_task("string.reverse", options={"max_len": 5})
