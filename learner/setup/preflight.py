@@ -41,6 +41,7 @@ from streamrl.extension import import_attribute
 from streamrl.gpus import gpu_of
 from streamrl.metrics.trackers.registry import check_trackers
 from streamrl.transport.keys import KeyDirectory
+from streamrl.transport.sockets import socket_root
 from streamrl.weights.model_folder import INDEX, SINGLE, check_folder, check_vocabulary, one_line, stored_tensors
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
     check_models(config, notify)
     check_keys(config)
     check_port(config.hub.bind, "hub.bind")
+    socket_root()
     _check_vllm_heads(config)
     _check_tensor_parallel(config)
     check_folders(config, notify)
