@@ -19,7 +19,7 @@ from streamrl.errors import TaskError
 
 TAIL_BYTES = 16 << 10
 """Of what the program wrote: its last line must be shorter."""
-END_S = 2.0
+END_S = 10.0
 """For everything that the program started to be gone."""
 
 
@@ -59,13 +59,17 @@ async def _run(words: list[str], record: Record, session: AgentSession, folder: 
     finally:
         process.stdin.close()  # ends the program, and all that it started
         try:
-            await asyncio.wait_for(process.wait(), END_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), END_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-    if not answer:
-        raise TaskError("env.agent_command and its watcher were killed: see what does that, as a limit of memory")
-    done = json.loads(answer)
+    try:
+        done = json.loads(answer)
+    except ValueError as error:
+        raise TaskError(
+            "env.agent_command and its watcher were killed: see what does that, as a limit of memory"
+        ) from error
     if code := done["status"]:
         raise TaskError(f"env.agent_command ended with status {code}, see its last line: {_last_line(done['err'])}")
     return _last_line(done["out"])

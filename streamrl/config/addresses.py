@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import fields, is_dataclass
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
 from streamrl.config.schema_system import EndpointConfig
@@ -53,21 +55,30 @@ def check_endpoint(endpoint: EndpointConfig, agent: str | None) -> None:
 
 
 _keys = {"STREAMRL_API_KEY", "STREAMRL_RANK_KEYS"}
-"""Variables with keys of a run, which are none of its programs' business."""
+"""Variables with keys of the runs of this process, which are none of their programs' business."""
+
+
+def hide_keys(section: Any) -> None:
+    """Hide the variables that settings `*_env` name from programs that this process starts."""
+    for item in fields(section):
+        value = getattr(section, item.name)
+        if is_dataclass(value):
+            hide_keys(value)
+        elif item.name.endswith("_env") and value:
+            _keys.add(value)
 
 
 def key_of(setting: str, variable: str | None) -> str | None:
     """The key in the variable that a setting names; None if it names none. Raises ConfigError if it is not set."""
     if variable is None:
         return None
-    _keys.add(variable)
     if not (key := os.environ.get(variable)):
         raise ConfigError(f"{setting}={variable}, but this variable is not set: export it")
     return key
 
 
 def environment_without_keys() -> dict[str, str]:
-    """The environment for programs that play episodes: this one without the keys that `key_of` read."""
+    """The environment for programs that play episodes: this one without the keys of the run."""
     return {name: value for name, value in os.environ.items() if name not in _keys}
 
 

@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from streamrl.config.addresses import hide_keys
 from streamrl.config.aliases import nearest, suggestion
 from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
@@ -342,6 +343,7 @@ def to_config(composed: DictConfig, *, whole: bool = True) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(plain_message(error)) from error
     assert isinstance(config, Config), f"configs/config.yaml does not compose over the schema but over {type(config)}"
+    hide_keys(config)
     if whole:
         check(config)
     return config

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from actors.settings import make_endpoint
 from envs.agents.command import TAIL_BYTES
 from envs.agents.function import _clients
 from envs.registry import task_of
@@ -96,12 +95,11 @@ def test_a_program_does_not_see_the_keys_of_the_run(tmp_path, monkeypatch):
     names = ("JUDGE_KEY", "ADMIN_KEY_OF_MINE", "STREAMRL_API_KEY", "STREAMRL_RANK_KEYS", "SEARCH_API_KEY")
     for name in names:
         monkeypatch.setenv(name, "secret")
-    make_endpoint(settings("actors.endpoint.admin_key_env=ADMIN_KEY_OF_MINE"))
     data = tmp_path / "q.jsonl"
     data.write_text(json.dumps(RECORD) + "\n")
     program = ASKS + f"\nprint(json.dumps({{one: 1.0 for one in {names} if one in os.environ}} | {{'reward': 1}}))"
     words = [f"data.path={data}", "reward.type=judge", "reward.judge.url=http://127.0.0.1:9",
-             "reward.judge.api_key_env=JUDGE_KEY"]
+             "reward.judge.api_key_env=JUDGE_KEY", "actors.endpoint.admin_key_env=ADMIN_KEY_OF_MINE"]
     member = member_of(play(command(tmp_path, program, *words), "7")[0])
     assert {name for name in member.scores if name in names} == {"SEARCH_API_KEY"}
 
