@@ -92,7 +92,7 @@ def chosen_layers(model: Any, config: LoraConfig) -> list[str]:
     plain = [
         name for name, module in modules.items()
         if isinstance(module, nn.Linear) and module is not head
-        and type(module).__module__.startswith(("torch.nn.", "bitsandbytes."))
+        and not type(module).__module__.startswith("transformers.")
     ]
     if not plain:
         kinds = sorted({type(module).__name__ for module in modules.values() if hasattr(module, "weight")})
