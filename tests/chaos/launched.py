@@ -34,9 +34,9 @@ from bench.environment import environment_stamp
 from tests.chaos.full_disk import FULL_S, NoMount, fill, small_disk
 from tests.flow.processes import SLOW, RunHarness, wait_until
 
-NUM_STEPS = 16
+NUM_STEPS = 12
 WORDS = (
-    f"trainer.num_steps={NUM_STEPS}", "checkpoint.every_steps=5", "launch.num_actors=2", "eval.every_steps=10",
+    f"trainer.num_steps={NUM_STEPS}", "checkpoint.every_steps=4", "launch.num_actors=2", "eval.every_steps=10",
     "checkpoint.export_hf=false", "hub.dead_after_s=2", *SLOW,
 )
 VICTIMS = ("learner", "hub", "actor")
@@ -59,8 +59,7 @@ class LaunchedRun:
         for words in (("keys", "new", "keys"), ("keys", "add", "keys", "other")):
             self._command(*words)
         launch = harness.launch(*WORDS, f"hub.keys={harness.path / 'keys'}")
-        victims = [*VICTIMS, *self.chance.choice(VICTIMS)]
-        self.chance.shuffle(victims)
+        victims = self.chance.sample(VICTIMS, k=len(VICTIMS))
         moments = sorted(self.chance.uniform(0.5, 0.8 * NUM_STEPS) for _ in victims)
         full_at = self.chance.uniform(0.5, 0.6 * NUM_STEPS) if disk is not None else None
         filler = threading.Thread(target=self._fill, args=(disk, full_at)) if disk is not None else None
