@@ -156,7 +156,7 @@ def scan(run_dir: Path | str, first: int = 1, *, complete_from: int = 0) -> Iter
     Raises:
         LogError: an acknowledged record is damaged, or some are missing in between or at the end.
     """
-    durable = read_mark(Path(run_dir) / FOLDER)  # before the files: somebody may write them just now
+    durable = read_mark(Path(run_dir) / FOLDER)  # before the files: a hub may write them just now
     files = segments(run_dir)
     expected: int | None = None
     for one, following in pairwise([*files, None]):
