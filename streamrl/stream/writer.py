@@ -218,8 +218,10 @@ class _Waiting:
 
 
 def close_log(run_dir: Path | str) -> tuple[int, int]:
-    """Cut off a torn end, which no actor was told of, and keep it; (next sequence number, number of the next file).
+    """Cut off a torn end, which no actor was told of, and keep it; the rest is durable then.
 
+    Returns:
+        next sequence number, number of the next file.
     Raises:
         LogError: what would be cut was acknowledged, or may have been.
         OSError: it cannot be kept.
@@ -238,6 +240,8 @@ def close_log(run_dir: Path | str) -> tuple[int, int]:
         kept = cut_file(files[-1].path, end)
         if kept is not None:
             log.warning("the log ended in a torn write, which was never acknowledged: cut off, and kept in %s", kept)
+    with files[-1].path.open("rb+") as file:  # what a dead hub wrote and did not sync is relied on from here on
+        os.fdatasync(file.fileno())
     return following, number
 
 

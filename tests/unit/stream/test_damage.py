@@ -233,6 +233,16 @@ def test_a_repair_cuts_at_the_damage_keeps_all_bytes_and_the_log_goes_on(tmp_pat
     assert numbers(run)[-1] == (left[-1] if left else 0) + 1
 
 
+def test_what_a_dead_hub_wrote_is_synced_before_it_is_relied_on(tmp_path, monkeypatch):
+    path = committed(tmp_path, [START], [arrived(1)], fsync="never")
+    synced, fdatasync = [], os.fdatasync
+    monkeypatch.setattr("streamrl.stream.writer.os.fdatasync", lambda file: (
+        synced.append(os.fstat(file).st_ino), fdatasync(file)))
+    writer = LogWriter(tmp_path)
+    assert writer.durable == 2 and synced == [path.stat().st_ino]
+    writer.close()
+
+
 def test_records_that_only_a_checkpoint_knows_are_missing_and_no_damage(tmp_path):
     committed(tmp_path, [START], [arrived(1)])
     committed(tmp_path, [RunStarted("run", 2, 1, 3, "{}", {}), arrived(9)], next_sequence=8)
