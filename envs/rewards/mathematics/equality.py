@@ -61,7 +61,8 @@ def _stated(text: str) -> str:
         return text
     if not pieces[0]:
         return pieces[1]
-    return " = ".join(pieces) if re.fullmatch(_NAME, pieces[0]) and not number(pieces[0]) else pieces[0]
+    is_name = re.fullmatch(_NAME, pieces[0]) and pieces[0] not in (r"\pi", "e")
+    return " = ".join(pieces) if is_name else pieces[0]
 
 
 def _same(gold: str, answer: str) -> bool:

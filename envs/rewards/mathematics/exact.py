@@ -29,6 +29,9 @@ SURE_DIGITS = 60
 MAX_NODES = 2_000
 _SIGNS = ((1, 1, 1), (1, 1, 1), (-1, 1, -1), (1, -1, -1), (-1, -1, 1))
 """Of the symbols at the points; every other point lies within 1."""
+_PIECEWISE = (sympy.floor, sympy.ceiling, sympy.Max, sympy.Min, sympy.sign)
+_NUM_PIECES = 100
+"""Points for functions that may be equal at most of them."""
 _SAME_NAME = frozenset(
     "sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth sech csch asinh acosh atanh acoth erf "
     "erfc gamma factorial binomial zeta re im conjugate arg sign".split()
@@ -52,7 +55,8 @@ def same(gold: sympy.Expr, answer: sympy.Expr) -> bool:
         return True
     gold, answer = _done(gold), _done(answer)
     unknown = sorted({*_unknown(gold), *_unknown(answer)}, key=str)
-    looks = [_look(gold, answer, point) for point in _points(unknown)]
+    pieces = bool(unknown) and (gold.has(*_PIECEWISE) or answer.has(*_PIECEWISE))
+    looks = [_look(gold, answer, point) for point in _points(unknown, _NUM_PIECES if pieces else len(_SIGNS))]
     real = [equal for equal, is_real in looks if is_real]
     return all(real) if real else all(equal for equal, _ in looks)
 
@@ -72,14 +76,15 @@ def _unknown(expression: sympy.Expr) -> set[Any]:
     return (expression.free_symbols | expression.atoms(AppliedUndef)) - set(_IMAGINARY)
 
 
-def _points(unknown: list[Any]) -> list[Mapping[Any, Fraction]]:
+def _points(unknown: list[Any], num_points: int) -> list[Mapping[Any, Fraction]]:
     if not unknown:
         return [{}]
-    sizes = [Fraction(1009 + 388 * index, 701 + 30 * index) for index in range(len(unknown))]
-    return [
-        {name: signs[index % 3] * sizes[index] ** (-1) ** number for index, name in enumerate(unknown)}
-        for number, signs in enumerate(_SIGNS)
-    ]
+    points = []
+    for number in range(num_points):
+        sizes = [Fraction(1009 + 388 * index + 67 * number, 701 + 30 * index) for index in range(len(unknown))]
+        signs = _SIGNS[number % len(_SIGNS)]
+        points.append({name: signs[index % 3] * sizes[index] ** (-1) ** number for index, name in enumerate(unknown)})
+    return points
 
 
 def _look(gold: Any, answer: Any, point: Mapping[Any, Fraction]) -> tuple[bool, bool]:
@@ -88,15 +93,17 @@ def _look(gold: Any, answer: Any, point: Mapping[Any, Fraction]) -> tuple[bool, 
     exact = left.rational(gold), right.rational(answer)
     if None not in exact:
         return exact[0] == exact[1], True
-    with mpmath.workdps(30):  # tells how large and small values get, and so how many digits the difference takes
-        values = left.number(gold), right.number(answer)
+    digits, needed = 0, SURE_DIGITS
+    while digits < needed:  # each time with what the values of the time before call for
+        digits, left.digits, right.digits = needed, 0.0, 0.0
+        with mpmath.workdps(2 * digits):
+            values = left.number(gold), right.number(answer)
+            equal = bool(abs(values[0] - values[1]) < mpmath.mpf(10) ** -digits)
+        needed = SURE_DIGITS + 2 * math.ceil(left.digits + right.digits)
+        if needed > MAX_DIGITS:
+            raise UndecidedError(f"the difference takes {needed} digits")
     is_real = not point or gold.has(*_IMAGINARY) or answer.has(*_IMAGINARY) or not all(map(_is_complex, values))
-    digits = SURE_DIGITS + 2 * math.ceil(left.digits + right.digits)
-    if digits > MAX_DIGITS:
-        raise UndecidedError(f"the difference takes {digits} digits")
-    with mpmath.workdps(2 * digits):
-        difference = left.number(gold) - right.number(answer)
-        return bool(abs(difference) < mpmath.mpf(10) ** -digits), is_real
+    return equal, is_real
 
 
 def _is_complex(value: Any) -> bool:
@@ -107,7 +114,7 @@ class _Value:
     """Values of the parts of an expression at a point.
 
     Attributes:
-        digits: how many decimal digits its numbers have, and its values are away from 1, all together.
+        digits: how many decimal digits its numbers have, and its values lie away from 1, all together.
     """
 
     def __init__(self, point: Mapping[Any, Fraction]) -> None:
@@ -151,7 +158,8 @@ class _Value:
         value = self._function(node, [self.number(part) for part in node.args])
         if not mpmath.isfinite(value):
             raise UndecidedError(f"{type(node).__name__} has no value there")
-        self.digits += abs(_magnitude(value))
+        magnitude = _magnitude(value)
+        self.digits += abs(magnitude) if magnitude > -mpmath.mp.dps / 2 else 0.0  # below it may be a rounding
         return value
 
     def _function(self, node: Any, args: list[Any]) -> Any:

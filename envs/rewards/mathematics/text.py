@@ -45,7 +45,9 @@ _BETWEEN = re.compile(
 )
 RELATION = re.compile(r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|[<>]")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
-_CHOICE = re.compile(r"(?:(?:[oO]ption|[cC]hoice)\s+)?\(?([A-J])(?:\)[.:]?|\.|:|(?=$))(.*)", re.DOTALL)
+_CHOICE = re.compile(
+    r"(?:(?:[oO]ption|[cC]hoice)\s+)?\(?([A-J])(?:\)[.:]?|\.|:|(?=$))(?!\s*(?:or|and)\b)(.*)", re.DOTALL
+)
 _LETTER = re.compile(r"(?<![^\W_])(?:[B-HJ]|[AI](?! (?!and |or )[a-z]))(?![^\W_'’])")
 """A capital that stands alone; not the words in A dog and I see."""
 _OPEN, _CLOSE = "([{", ")]}"

@@ -34,7 +34,7 @@ def latex(value: Fraction) -> str:
 
 
 @given(TREES, st.integers(1, 80))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_rational_expressions_are_exact(tree: tuple[str, Fraction], places: int) -> None:
     text, value = tree
     assert grade(latex(value), text), (text, value)
@@ -42,7 +42,7 @@ def test_rational_expressions_are_exact(tree: tuple[str, Fraction], places: int)
 
 
 @given(st.integers(2, 9), st.integers(50, 2000), st.integers(-2, 2), st.integers(-2, 2))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_whole_numbers_near_each_other(base: int, power: int, first: int, second: int) -> None:
     gold, answer = (rf"{base}^{{{power}}} + ({add})" for add in (first, second))
     assert grade(gold, answer) is (first == second)
@@ -50,7 +50,7 @@ def test_whole_numbers_near_each_other(base: int, power: int, first: int, second
 
 
 @given(st.integers(2, 30), st.integers(2, 30), st.integers(20, 300))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_roots_are_equal_or_differ_by_a_power_of_ten(a: int, b: int, places: int) -> None:
     gold, same = rf"(\sqrt{{{a}}} + \sqrt{{{b}}})^2", rf"{a + b} + 2\sqrt{{{a * b}}}"
     assert grade(gold, same)
@@ -89,6 +89,16 @@ def test_what_takes_too_much_is_undecided(text: str) -> None:
         ("asin(x)", "pi/2 - acos(x)", True),
         ("f(x) + 1", "1 + f(x)", True),
         ("f(2)", "f(3)", False),
+        ("floor(x)", "floor(x + 1/10)", False),
+        ("floor(x + 1)", "floor(x) + 1", True),
+        ("Max(x, 3)", "x", False),
+        ("1", "cos(10**(-40))", False),
+        ("1", "cos(1 - cos(10**(-40)))", False),
+        ("1", "cos(1 - cos(1 - cos(10**(-40))))", False),
+        ("0", "sqrt(2)*sqrt(2) - 2", True),
+        ("1", "cos(sqrt(2)*sqrt(2) - 2)", True),
+        ("0", "sin(pi)", True),
+        ("pi", "pi + exp(-300)", False),
         ("x**y", "y**x", False),
         ("factorial(n)", "n*factorial(n - 1)", True),
     ],
