@@ -7,6 +7,7 @@ in a later call, it is read as the text that the model wrote, so that the sequen
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -83,6 +84,7 @@ class Chat:
     def __init__(self, client: Generates) -> None:
         self.texts = Written()
         self._client = client
+        self._name = secrets.token_hex(4)  # ids of another process, or of another episode, must not be taken for these
         self._num_calls = self._num_completions = 0
 
     @property
@@ -113,7 +115,7 @@ class Chat:
         message = Message(answer.text, tool_calls=calls or None)
         read, said = len(answer.prompt_ids), len(answer.token_ids)
         return ChatCompletion(
-            f"completion-{self._num_completions}",
+            f"completion-{self._name}-{self._num_completions}",
             [Choice(message, finish, list(answer.token_ids), list(answer.logprobs))], list(answer.prompt_ids),
             {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said},
         )
@@ -123,7 +125,7 @@ class Chat:
         found = []
         for name, arguments in _read_calls(text, tools):
             self._num_calls += 1
-            found.append(ToolCall(f"call-{self._num_calls}", FunctionCall(name, arguments)))
+            found.append(ToolCall(f"call-{self._name}-{self._num_calls}", FunctionCall(name, arguments)))
         self.texts.add(text, found)
         return found
 

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from contextlib import asynccontextmanager
+from pathlib import Path
 from random import Random
 
 import httpx
@@ -27,10 +28,12 @@ from actors.trajectory.off_loop import SMALL
 from actors.trajectory.rules import EpisodeRules
 from bench.requests import drive
 from streamrl.config.schema import SamplingConfig
+from streamrl.environment import Step
 from streamrl.errors import RequestError
-from tests.fakes.drawn_requests import ROUTES, draw_body
+from streamrl.messages import MemberStatus, ReturnReason
+from tests.fakes.drawn_requests import ILLEGAL, ROUTES, draw_body
 from tests.unit.actors.fakes import TOKENIZER as PLAIN
-from tests.unit.actors.fakes import installed_engine, lease, make_runner, run, says, tokenizer
+from tests.unit.actors.fakes import TableTask, installed_engine, lease, make_runner, run, says, tokenizer
 from tests.unit.actors.test_agent_forms import CALL, SCHEMA
 from tests.unit.actors.test_agents import AgentLoop, ask, play
 from tests.unit.actors.test_rewritten_history import TOKENIZER, sequences
@@ -95,6 +98,12 @@ def test_every_field_has_a_range_and_what_is_outside_is_refused_by_its_name(path
                 assert one["description"] == "anything" or isinstance(value, dict), (name, value)
 
 
+def test_the_page_names_every_field():
+    page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text().partition("### Fields")[2]
+    names = {name.rpartition(".")[2] for table_ in TABLES.values() for name, _ in fields_of(table_)}
+    assert len(names) > 70 and not [name for name in names if f"`{name}`" not in page]
+
+
 RANGES = (
     ("temperature", (0, 0.0, 1e-320, 2, 100), (-1e-320, 100.5, "1", True)),
     ("top_p", (1e-320, 0.5, 1), (0, 1.0001, -1)),
@@ -157,6 +166,9 @@ def test_no_request_of_an_agent_costs_its_lease():
             path = random.choice(list(ROUTES))
             answer = await asks.post(root + path, content=draw_body(random, ROUTES[path]))
             assert answer.status_code in (200, 400), answer.text
+        for value in ILLEGAL:
+            answer = await asks.post("/reward", content=json.dumps({"reward": value}))
+            assert answer.status_code in (200, 400), answer.text
         return float((await ask(asks, {"role": "user", "content": "q"})).status_code == 200)
 
     async def work():
@@ -168,6 +180,32 @@ def test_no_request_of_an_agent_costs_its_lease():
         await runner.close()
 
     asyncio.run(work())
+
+
+def test_a_request_that_no_engine_can_serve_fails_its_episode_and_not_the_lease():
+    async def refuse(request):
+        raise RequestError("a prompt token lies outside the vocabulary of 3")
+
+    async def work():
+        engine = await installed_engine(says("ok"))
+        engine.generate = refuse
+        runner = make_runner(TableTask(lambda action: Step(1.0)), engine)
+        group = await run_group(lease(), runner)
+        assert group.reason == ReturnReason.ENV_ERROR and "outside the vocabulary" in group.detail
+        await runner.close()
+
+    run(work)
+
+
+def test_counting_a_prompt_that_is_too_long_does_not_cut_the_episode():
+    async def agent(session, asks):
+        body = {"messages": [{"role": "user", "content": "q" * 90_000}]}
+        answer = await asks.post("/messages/count_tokens", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+        return float((await ask(asks, {"role": "user", "content": "q"})).status_code == 200)
+
+    member = member_of(play(AgentLoop(agent), "x", max_tokens=500)[0])
+    assert member.reward == 1.0 and member.status == MemberStatus.FINISHED
 
 
 @pytest.mark.parametrize(("path", "more"), [

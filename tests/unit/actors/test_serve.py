@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from actors.engines.base import EngineSpec
+from actors.engines.native.engine import NativeEngine
 from actors.serve.__main__ import ServedSessions, main
 from tests.unit.actors.test_agent_forms import form_of
 from tests.unit.actors.test_evaluate import WORDS, checkpoint, logging_stays, trained  # noqa: F401, the fixtures
@@ -89,6 +91,35 @@ def test_without_a_key_any_is_taken_and_other_machines_need_one(monkeypatch, cap
         assert main(words) == 0
     assert keys[0] is None and keys[2] == "sk-mine" and len(keys[1]) > 30
     assert capsys.readouterr().out == f"api key: {keys[1]}\n"
+
+
+def dying(spec: EngineSpec) -> NativeEngine:
+    """An engine whose model fails with the first sequence, and without it."""
+    engine = NativeEngine.from_spec(spec)
+
+    def fail(*_):
+        raise RuntimeError("the device is gone")
+
+    engine._scheduler._pass = engine._scheduler.forward.score = fail
+    return engine
+
+
+def test_a_dead_engine_ends_the_server_with_a_status_and_says_why(checkpoint, tmp_path):  # noqa: F811
+    command = [sys.executable, "-m", "streamrl.cli", "serve", str(checkpoint), "--port", "0", *WORDS]
+    command.append(f"actors.engine={__name__}:dying")
+    with (
+        (tmp_path / "said").open("w") as said,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            url = next(line for line in process.stdout if line.startswith("serving ")).split()[-1]
+            answer = httpx.post(f"{url}/chat/completions", json={"messages": Q}, timeout=60)
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_error"
+            assert process.wait(30) == 2
+        finally:
+            process.kill()
+    assert "error: the engine died: RuntimeError: the device is gone" in (tmp_path / "said").read_text()
 
 
 @pytest.mark.parametrize(("words", "says"), [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import math
 import os
@@ -17,7 +18,15 @@ import pytest
 import torch
 
 from actors.engines.base import VersionSpan
-from actors.engines.vllm.client import NUM_MORE_KEPT, generation_of, sampling_arguments, spans_of, turn_seed
+from actors.engines.vllm import client
+from actors.engines.vllm.client import (
+    NUM_MORE_KEPT,
+    CoreDiedError,
+    generation_of,
+    sampling_arguments,
+    spans_of,
+    turn_seed,
+)
 from actors.engines.vllm.process import (
     OURS,
     StagedDocument,
@@ -30,7 +39,7 @@ from actors.engines.vllm.process import (
 from actors.engines.vllm.reaper import MARK, group_pids
 from actors.engines.vllm.worker import Staging, mapped_tensors
 from streamrl.config.devices import NUM_MORE_CANDIDATES
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, RequestError
 from streamrl.messages import Sampling, VersionRef
 from streamrl.weights.document import Document
 from streamrl.weights.manifest import make_layout, make_manifest
@@ -248,3 +257,23 @@ def test_a_killed_actor_takes_its_engines_processes_and_their_folder_with_it(tmp
     while group_pids(mark) or os.path.exists(folder):
         time.sleep(0.01)
     parent.stdout.close()
+
+
+@pytest.mark.parametrize(("raised", "dead", "error"), [
+    (ValueError("top_k must be an integer"), False, RequestError), (OverflowError("too large"), False, RequestError),
+    (RuntimeError("out of memory"), False, EngineError), (ValueError("anything"), True, CoreDiedError),
+])
+def test_what_one_request_raises_is_that_requests_unless_the_core_is_dead(raised, dead, error, monkeypatch):
+    class Llm:
+        errored = dead
+
+        async def generate(self, *_, **__):
+            raise raised
+            yield
+
+    deaths: list = []
+    monkeypatch.setattr(client, "vllm", lambda: SimpleNamespace(tokens_input=lambda ids, cache_salt: ids))
+    tracker = client.RequestTracker(SimpleNamespace(llm=Llm()), deaths.append)
+    with pytest.raises(error) as caught:
+        asyncio.run(tracker.submit([1], None, ""))
+    assert type(caught.value) is error and len(deaths) == dead
