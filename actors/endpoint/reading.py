@@ -16,6 +16,9 @@ from streamrl.errors import RequestError
 
 MAX_DEPTH = 64
 """Of nested lists and objects: what follows goes through them by recursion."""
+MAX_INSIDE = 100_000
+"""Lists and objects in a body; a message is two. Each is scanned by the garbage collector many times."""
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _PATH = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
 
 
@@ -43,6 +46,8 @@ def checked(raw: bytes, fields: type[msgspec.Struct], route: str) -> tuple[dict[
 
 
 def _decoded(raw: bytes) -> dict[str, Any]:
+    if _num_inside(raw) > MAX_INSIDE and _num_inside(_TEXT.sub(b"", raw)) > MAX_INSIDE:
+        raise RequestError(f"the body holds more than {MAX_INSIDE} lists and objects: give fewer")
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -50,6 +55,10 @@ def _decoded(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError(f"the body is {raw[:60]!r}: give a JSON object")
     return body
+
+
+def _num_inside(raw: bytes) -> int:
+    return raw.count(b"[") + raw.count(b"{")
 
 
 def _check_values(body: dict[str, Any]) -> None:

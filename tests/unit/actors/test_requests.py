@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.endpoint import access, fields
-from actors.endpoint.reading import checked, table
+from actors.endpoint.reading import MAX_INSIDE, checked, table
 from actors.endpoint.server import serve
 from actors.local_policy import LocalPolicy
 from actors.render import SHORT_TOKEN_CHARS, Renderer
@@ -230,7 +230,10 @@ def _said(answer):
             body.get("choices") or body.get("content")]
 
 
-@pytest.mark.parametrize("raw", [b'{"messages": ' + b"[" * 150_000, b'{"a":' * 150_000, b"[" * 60 + b"]" * 60, b""])
+@pytest.mark.parametrize("raw", [
+    b'{"messages": ' + b"[" * 150_000, b'{"messages": [{}], "x": [' + b"[1]," * 150_000 + b"0]}",
+    b'{"a":' * 150_000, b"[" * 60 + b"]" * 60, b"",
+])
 def test_json_that_cannot_be_read_is_refused_as_json(raw):
     async def work(asks, session):
         for path in (*ROUTES, "/v1/reward"):
@@ -249,6 +252,13 @@ def test_a_body_that_is_not_in_its_encoding_is_refused(encoding):
         assert answer.status_code == 400, answer.text
 
     with_server(work)
+
+
+def test_brackets_in_a_text_are_no_lists():
+    text = '[{"' * (MAX_INSIDE + 1)
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    given, _ = checked(body, fields.ChatFields, "POST")
+    assert given["messages"][0]["content"] == text
 
 
 def test_fields_that_no_table_has_are_named_in_a_header():
