@@ -79,13 +79,14 @@ def max_body_bytes(max_tokens: int) -> int:
 
 async def body_of(request: web.Request, limit: int = SMALLEST_LIMIT) -> bytes:
     """The bytes of a body. Raises ApiError for more than `limit`, and for one that does not come whole."""
-    raw, size = bytearray(), request.content_length or 0
+    raw, size, declared = bytearray(), 0, request.content_length or 0
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.content.iter_any():  # also of one that is refused: its client reads no answer yet
-                size = max(size, len(raw) + len(part))
-                raw = bytearray() if size > limit else raw + part
-                if size > MAX_BODY_BYTES:
+                size += len(part)
+                if max(size, declared) <= limit:
+                    raw += part
+                elif size > MAX_BODY_BYTES:
                     break
     except TimeoutError as error:
         raise ApiError(
@@ -95,7 +96,7 @@ async def body_of(request: web.Request, limit: int = SMALLEST_LIMIT) -> bytes:
         raise ApiError(
             400, "invalid_request", f"the body is not in its Content-Encoding, leave it out: {error!r:.100}"
         ) from error
-    if size > limit:
+    if max(size, declared) > limit:
         raise ApiError(
             413, "invalid_request", f"the body has more than {limit} bytes, and no prompt that fits has as many: send "
             "less, or raise rollout.max_prompt_tokens"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -18,7 +19,7 @@ MAX_DEPTH = 64
 """Of nested lists and objects: what follows goes through them by recursion."""
 MAX_INSIDE = 100_000
 """Lists and objects in a body; a message is two. Each is scanned by the garbage collector many times."""
-_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # to its end, also where that is missing
 _PATH = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
 
 
@@ -81,7 +82,7 @@ def _refusal(body: dict[str, Any], fields: type[msgspec.Struct], said: str) -> s
     problem, path = (match[1], (match[2] or "").lstrip(".")) if match else (said, "")
     if not path:
         return f"lacks something: {problem}, see the form of this API"
-    value = json.dumps(_at(body, path))[:60]
+    value = _shown(_at(body, path))
     *_, field = around = _fields_at(fields, path)
     says, use = next((one["description"], one.get("use")) for one in reversed(around) if one.get("description"))
     if use == DEFAULT:
@@ -92,6 +93,13 @@ def _refusal(body: dict[str, Any], fields: type[msgspec.Struct], said: str) -> s
     if "." in path.replace("sampling_params.", "") or "[" in path:
         return f"got {path}={value}: {problem}, see the form of this API; give {says}"
     return f"got {path}={value}: give {says}"
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value, which may be large and nested."""
+    if isinstance(value, dict | list):
+        return reprlib.repr(value)[:60]
+    return json.dumps(value[:60] if isinstance(value, str) else value)[:60]
 
 
 def _steps(path: str) -> Iterator[str | int]:

@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import count
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -191,8 +190,8 @@ async def _own_machine(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Refuses what a page of another site can send from this machine: its own Host, its Origin, a simple body."""
-    named = [request.headers.get("Host", ""), *(urlsplit(one).netloc for one in request.headers.getall("Origin", ()))]
-    if not all(map(_is_local, named)):
+    origins = [one.partition("://")[2] for one in request.headers.getall("Origin", ())]
+    if not all(map(_is_local, [request.headers.get("Host", ""), *origins])):
         raise ApiError(
             403, "foreign_origin", "without a key only programs of this machine are served, by the name localhost or a "
             "loopback address: take --api-key to serve others"

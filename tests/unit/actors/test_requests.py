@@ -232,7 +232,8 @@ def _said(answer):
 
 @pytest.mark.parametrize("raw", [
     b'{"messages": ' + b"[" * 150_000, b'{"messages": [{}], "x": [' + b"[1]," * 150_000 + b"0]}",
-    b'{"a":' * 150_000, b"[" * 60 + b"]" * 60, b"",
+    b'{"a":' * 150_000, b"[" * 60 + b"]" * 60, b"", b"[" * (MAX_INSIDE + 1) + b'"' + rb'\"' * 200_000,
+    b'{"messages": "q", "stop": ' + b"[" * 950 + b"]" * 950 + b"}",
 ])
 def test_json_that_cannot_be_read_is_refused_as_json(raw):
     async def work(asks, session):
@@ -380,7 +381,8 @@ def test_what_is_kept_is_the_newest_that_fits(entries):
 @pytest.mark.parametrize(("headers", "status"), [
     ({}, 200), ({"Host": "localhost:1"}, 200), ({"Host": "[::1]:80"}, 200), ({"Origin": "http://127.0.0.1:3000"}, 200),
     ({"Host": "evil.example"}, 403), ({"Host": "127.0.0.1.evil.example:80"}, 403), ({"Host": ""}, 403),
-    ({"Origin": "https://evil.example"}, 403), ({"Origin": "null"}, 403), ({"Content-Type": "text/plain"}, 415),
+    ({"Origin": "https://evil.example"}, 403), ({"Origin": "null"}, 403),
+    ({"Origin": "http://["}, 403), ({"Content-Type": "text/plain"}, 415),
     ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
 ])
 def test_without_a_key_a_page_of_another_site_is_not_answered(headers, status):
