@@ -21,6 +21,7 @@ from streamrl.commands import exit_at_once
 from streamrl.errors import ConfigError
 from streamrl.messages.printable import printable_lines, start_log
 from streamrl.process_memory import uncollected
+from streamrl.processes import keep_private
 from streamrl.version import __version__
 
 log = logging.getLogger("streamrl.actor")
@@ -79,6 +80,7 @@ async def work(endpoint: str, overrides: list[str]) -> int:
 
 
 def main() -> int:
+    keep_private()
     words = sys.argv[1:]
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)

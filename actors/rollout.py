@@ -49,7 +49,7 @@ async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callabl
         if lease.prompt is None:
             raise LookupError("the record is not valid: the log of the learner names its file and field")
         json.loads(lease.prompt)
-    except (ValueError, LookupError) as error:
+    except (ValueError, LookupError, RecursionError) as error:
         return returned(lease, ReturnReason.PROMPT_INVALID, f"prompt {lease.prompt_index}: {error}")
     trains = lease.purpose == Purpose.TRAIN
     if trains and is_truncated(lease.sampling) and not getattr(runner.engine, "returns_sets", False):

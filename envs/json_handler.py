@@ -8,11 +8,17 @@ from typing import Any
 
 
 class JsonHandler(BaseHTTPRequestHandler):
-    """`do_POST` is the service's own; it reads with `body` and ends with `answer`."""
+    """`do_POST` is the service's own; it reads with `request_json` and ends with `answer`."""
 
-    def body(self, max_bytes: int) -> bytes:
-        """Read the request's body of the length that it declares, at most `max_bytes`."""
-        return self.rfile.read(min(max_bytes, int(self.headers.get("Content-Length") or 0)))
+    def request_json(self, max_bytes: int) -> Any:
+        """The JSON value of the request's body, of the length that it declares. Raises ValueError: there is none."""
+        length = self.headers.get("Content-Length") or "0"
+        if not length.isdecimal() or int(length) > max_bytes:
+            raise ValueError(f"Content-Length is {length:.40}: give the body's, at most {max_bytes}")
+        try:
+            return json.loads(self.rfile.read(int(length)))
+        except RecursionError:
+            raise ValueError("the body is nested too deep") from None
 
     def answer(self, status: int, content: dict[str, Any]) -> None:
         """One JSON object."""

@@ -19,6 +19,7 @@ from streamrl.errors import StreamrlError, one_sentence
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import NOTICE, end_with_parent, take_stdout
 from streamrl.process_memory import uncollected
+from streamrl.processes import keep_private
 from streamrl.run_dirs import choose_run_dir, name_or_path, note_start, numbered_run_dir
 
 log = logging.getLogger("streamrl.learner")
@@ -30,6 +31,7 @@ CHECK = "--check"
 
 
 def main() -> int:
+    keep_private()
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
         print(__doc__)

@@ -15,6 +15,7 @@ from pathlib import Path
 from streamrl.commands import status_of
 from streamrl.errors import ConfigError
 from streamrl.messages.printable import start_log
+from streamrl.processes import keep_private
 from streamrl.version import __version__
 
 USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language models
@@ -107,6 +108,7 @@ class CurrentStderr(logging.Handler):
 
 def main() -> int:
     """Entry point of the console script."""
+    keep_private()
     start_log("launch", level="INFO", handler=CurrentStderr())
     command, *words = sys.argv[1:] or [""]
     if command in ("-h", "--help", "help", ""):

@@ -189,7 +189,8 @@ def sign(file: Path) -> None:
         key = _key()
         beside = _signature_of(file)
         draft = beside.with_name(f"{beside.name}.{os.getpid()}")
-        draft.write_text(_code(key, file) + "\n")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+            out.write(_code(key, file) + "\n")
         os.replace(draft, beside)
 
 

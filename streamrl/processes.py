@@ -4,7 +4,31 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+PRIVATE = 0o077
+"""The umask of our programs: what they write holds prompts and answers, and is for its owner."""
+_USERS_UMASK = "STREAMRL_USERS_UMASK"
+"""In the environment of our programs: the umask before that."""
+
+
+def keep_private() -> None:
+    """From now on what this process and its children write is for its owner alone: called where a program begins."""
+    os.environ.setdefault(_USERS_UMASK, f"{os.umask(PRIVATE):o}")
+    os.umask(PRIVATE)
+
+
+@contextmanager
+def for_all() -> Iterator[None]:
+    """Inside, files are made as the user has it: in a cache of downloads, which several users may share."""
+    before = os.umask(PRIVATE)
+    os.umask(int(os.environ.get(_USERS_UMASK, f"{before:o}"), 8))
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def num_cores() -> int:

@@ -61,7 +61,7 @@ def choose_run_dir(config: Config) -> Path:
     while not resume:  # another process may take a number between listing and mkdir: only mkdir is atomic
         newest += 1
         try:
-            numbered_run_dir(config, newest).mkdir(parents=True)
+            numbered_run_dir(config, newest).mkdir(mode=0o700, parents=True)
             break
         except FileExistsError:
             continue
@@ -95,7 +95,7 @@ def launch_lock(run_dir: Path) -> Iterator[None]:
         ConfigError: the directory cannot be made or written.
     """
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = open(run_dir / "LAUNCH_LOCK", "ab", buffering=0)
     except OSError as error:
         raise ConfigError(f"run.dir={run_dir}: choose another one: {one_sentence(error)}") from error

@@ -12,7 +12,6 @@ It listens on loopback only; reach it from other machines by an ssh tunnel. rewa
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -49,9 +48,8 @@ class Handler(JsonHandler):
     server: Server
 
     def do_POST(self) -> None:
-        body = self.body(MAX_BODY)
         try:
-            messages = [ChatMessage.of(one).as_dict() for one in json.loads(body)["messages"]]
+            messages = [ChatMessage.of(one).as_dict() for one in self.request_json(MAX_BODY)["messages"]]
         except (ValueError, KeyError, TypeError, TaskError) as error:
             why = f": one {error}" if isinstance(error, TaskError) else ""
             self.answer(400, {"error": f"the body must be JSON with messages, a list of role and content{why}"})

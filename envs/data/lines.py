@@ -73,7 +73,7 @@ class JsonLines:
             digests[index] = xxhash.xxh3_64_intdigest(line)
             try:
                 yield decode(line).value
-            except (msgspec.DecodeError, UnicodeDecodeError):  # no such field, or no JSON object at all
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # no such field, or no JSON object at all
                 try:
                     yield self._parsed(index, line).get(key, MISSING)
                 except TaskError as error:
@@ -96,7 +96,7 @@ class JsonLines:
             found = msgspec.json.decode(line)
         except UnicodeDecodeError as error:
             raise TaskError(f"{self.where(index)}: not UTF-8 text ({error.reason}): save the file as UTF-8.") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise TaskError(f"{self.where(index)}: not JSON ({error}): {_excerpt(line)}") from error
         if not isinstance(found, dict):
             raise TaskError(f"{self.where(index)}: a {type(found).__name__}, not an object: {_excerpt(line)}")

@@ -227,7 +227,7 @@ def json_or_text(text: str) -> Any:
     """The JSON value that a text is; the text itself if it is none."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

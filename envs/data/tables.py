@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from envs.data.hub import from_the_cache, hub_answers
 from envs.data.shapes import MISSING
 from streamrl.errors import DataChangedError, TaskError
+from streamrl.processes import for_all
 
 log = logging.getLogger("streamrl.data")
 
@@ -89,7 +90,7 @@ def open_folder(path: str, split: str, setting: str) -> Table:
         else:
             name, _, subset = path.partition(":")
             silent = not hub_answers()
-            with from_the_cache() if silent else nullcontext():
+            with from_the_cache() if silent else for_all():
                 return Table(datasets.load_dataset(name, subset or None, split=split), path)
     except Exception as error:
         where = "a folder of data" if folder.is_dir() else "a file here, nor a data set that the hub gives"

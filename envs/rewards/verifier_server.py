@@ -9,7 +9,6 @@ otherwise; it has no authentication, so put it behind something that has before 
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import sys
 from http.server import ThreadingHTTPServer
@@ -33,14 +32,14 @@ def make_server(host: str, port: int, pool: SandboxPool) -> ThreadingHTTPServer:
     class Handler(JsonHandler):
         def do_POST(self) -> None:
             try:
-                self.answer(200, self._check(self.body(MAX_BODY)))
+                self.answer(200, self._check())
             except (TaskError, ValueError, KeyError, TypeError) as error:
                 self.answer(400, {"error": str(error)})
 
-        def _check(self, body: bytes) -> dict[str, Any]:
+        def _check(self) -> dict[str, Any]:
             if self.path != PATH:
                 raise ValueError(f"no such path: {self.path}; POST to {PATH}")
-            request = json.loads(body)
+            request = self.request_json(MAX_BODY)
             tests = code_tests({"test_cases": request["in_outs"]})
             results = grade_program(
                 pool, str(request["generation"]), tests, partial=False, any_order=False, total_s=TOTAL_S,

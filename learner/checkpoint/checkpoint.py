@@ -265,7 +265,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raw = path.read_bytes()
         body = json.loads(raw)["body"]
         intact = raw == _manifest_bytes(body) and body["format"] == FORMAT
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
     if not intact:
         raise CheckpointError(f"{path.name} does not match its own digest, or is not of format {FORMAT}")

@@ -50,7 +50,7 @@ def lock_run_dir(run_dir: Path | str) -> RunLock:
     Raises RunLockedError: another running learner holds the lock.
     """
     run_dir = Path(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = open(run_dir / "LOCK", "ab", buffering=0)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,6 +97,6 @@ def _checkpoint_epochs(run_dir: Path) -> list[int]:
     for path in run_dir.glob("ckpt-*/manifest.json"):
         try:
             found.append(int(json.loads(path.read_bytes())["body"]["extra"].get("learner_epoch", 0)))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
     return found

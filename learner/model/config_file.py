@@ -28,7 +28,7 @@ def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
             f"{setting}={directory} holds no config.json: give a local Hugging Face checkpoint directory, or a name of "
             "the model hub."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{setting}={directory}: its config.json cannot be read: {error}") from error
     assert isinstance(found, dict), f"{directory}/config.json is no JSON object"
     return found

@@ -19,7 +19,6 @@ from learner.ranks.beats import RankBeats
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
 from learner.setup.preflight import unguarded_settings
-from streamrl.config.addresses import is_wildcard
 from streamrl.config.load import to_plain
 from streamrl.config.rules import largest_max_lag, lead, lookahead
 from streamrl.config.schema import LearnerConfig
@@ -92,9 +91,9 @@ def announce(run: Run) -> None:
 
 
 def same_address(bind: str, run_dir: Path, *, resume: bool) -> str:
-    """A resumed learner that may take any port takes its predecessor's, the address its actors will retry."""
-    before = str(read_object(run_dir / "hub.json").get("connect", ""))
-    if not (resume and bind.endswith(":0") and before):
-        return bind
-    # The predecessor may have run on another machine: what stands for every interface stays so, with its port.
-    return bind[:-1] + before.rpartition(":")[2] if is_wildcard(bind) else before
+    """A resumed learner that may take any port takes its predecessor's, which its actors will retry.
+
+    The host stays that of the settings: a run directory does not decide where this machine listens.
+    """
+    port = str(read_object(run_dir / "hub.json").get("connect", "")).rpartition(":")[2]
+    return bind[:-1] + port if resume and bind.endswith(":0") and port.isdecimal() else bind

@@ -9,6 +9,7 @@ from typing import Any
 from envs.data.hub import hub_answers
 from streamrl.errors import ConfigError, RunNotFoundError
 from streamrl.named_code import allow_words
+from streamrl.processes import for_all
 from streamrl.run_dirs import find_run_dir
 from streamrl.stream.rebuilt import NAMED, named_version, rebuilt
 
@@ -76,7 +77,8 @@ def _folder(name: str, setting: str, notify: Callable[[str], None]) -> str:
         )
     notify(f"fetching {name} from {constants.ENDPOINT}")
     try:
-        return str(snapshot_download(name, allow_patterns=list(FILES)))
+        with for_all():
+            return str(snapshot_download(name, allow_patterns=list(FILES)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(

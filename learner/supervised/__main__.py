@@ -34,6 +34,7 @@ from streamrl.config.load import load_config
 from streamrl.errors import StreamrlError, TaskError
 from streamrl.messages.printable import printable_lines, start_log
 from streamrl.parent_watch import end_with_parent
+from streamrl.processes import keep_private
 from streamrl.run_dirs import choose_run_dir, name_or_path, note_start, numbered_run_dir
 
 log = logging.getLogger("streamrl.learner")
@@ -41,6 +42,7 @@ KINDS = ("sft", "dpo", "train-reward-model")
 
 
 def main() -> int:
+    keep_private()
     kind, *words = sys.argv[1:] or [""]
     if {"-h", "--help"} & set(sys.argv[1:]) or kind not in KINDS:
         print(__doc__)

@@ -19,11 +19,17 @@ T = TypeVar("T")
 _PIECE = 1 << 16
 
 
+def private(path: str, flags: int) -> int:
+    """Open a file that its owner alone may read if it is made, whatever the umask is: for `open(opener=...)`."""
+    return os.open(path, flags, 0o600)
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write beside `path` and move it there, so that no reader sees half a file and a full disk leaves the old one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
+        with open(beside, "wb", opener=private) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(beside, path)
     except OSError:
         beside.unlink(missing_ok=True)
@@ -36,7 +42,7 @@ def append_lines(path: Path, lines: bytes) -> None:
     A line without its end, left by a process that died in it, is cut off first, and so is what a failed write leaves:
     a torn line never stays in the middle of a file.
     """
-    with path.open("a+b", buffering=0) as file:
+    with open(path, "a+b", buffering=0, opener=private) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # ranks share some files
         end = _end_of_lines(file)
         if file.seek(0, os.SEEK_END) > end:

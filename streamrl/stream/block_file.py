@@ -27,7 +27,7 @@ class BlockFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._direct = self._set_direct(True)
         self._memory = mmap.mmap(-1, STAGED)  # begins at a page
         self._staged = memoryview(self._memory)

@@ -281,5 +281,5 @@ def decode(data: bytes | memoryview, form: Form, header: Header) -> Record | Non
     try:
         with memoryview(data)[form.header_size : len(data) - TRAILER.size] as body:
             return _DECODERS[header.kind].decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise LogError(f"record {header.sequence} ({KINDS[header.kind].__name__}) cannot be read: {error}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from streamrl.config.schema import Config
 from streamrl.messages.printable import printable_lines
-from streamrl.metrics.files import text_of
+from streamrl.metrics.files import private, text_of
 from streamrl.parent_watch import child_environment
 from streamrl.processes import is_stopped, num_cores, processor_s
 
@@ -63,7 +63,7 @@ class Child:
         """Start it in a session of its own, with `logs/<name>.log` for its output and `more` in its environment."""
         log_path = run_dir / "logs" / f"{name}.log"
         log_path.parent.mkdir(exist_ok=True)
-        with log_path.open("ab") as output:
+        with open(log_path, "ab", opener=private) as output:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
                 env={**child_environment(), **(more or {})}, start_new_session=True,

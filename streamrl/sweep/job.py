@@ -72,7 +72,7 @@ class JobProcess:
 
     def __init__(self, job: Job, share: Mapping[str, str], *, quiet: bool) -> None:
         self.job = job
-        job.run_dir.mkdir(parents=True, exist_ok=True)
+        job.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         (job.run_dir / FAILURE).unlink(missing_ok=True)
         (job.run_dir / "overrides.yaml").write_text("".join(f"- '{word}'\n" for word in job.swept))
         self.log_path = job.run_dir / "logs" / "launch.log"

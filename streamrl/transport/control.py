@@ -105,7 +105,7 @@ def ask(noted: Mapping[str, Any], who: str, *, timeout_s: float = 5.0, **request
         ControlError: it has no control socket, runs on another machine, refuses, or does not answer in time.
     """
     endpoint, host = str(noted.get("control", "")), noted.get("host", "")
-    if not endpoint:
+    if not endpoint.startswith("ipc://"):
         raise ControlError(f"{who} has no control socket: it is of an older release")
     if host != socket.gethostname():
         raise ControlError(f"{who} runs on {host}: give this command there, as the user who started the run")

@@ -109,7 +109,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         body = json.loads((folder / "manifest.json").read_bytes())["body"]
         assert isinstance(body["files"], dict)
         return body
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
         raise CheckpointError(f"{folder} is no whole checkpoint, take another version: {error}") from error
 
 

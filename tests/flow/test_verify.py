@@ -132,6 +132,11 @@ def test_an_honest_bundle_agrees_at_every_level(honest, tmp_path, capsys):
     assert [line.split()[1] for line in said.splitlines()[1:]] == ["agrees:"] * len(LEVELS)
 
 
+def test_a_run_is_for_its_owner_alone(run_dir):
+    others = {str(path) for path in (run_dir, *run_dir.rglob("*")) if path.stat().st_mode & 0o077}
+    assert others == set()
+
+
 def test_the_same_run_gives_the_same_bundle(run_dir, honest, tmp_path):
     assert bundle([str(run_dir), "--out", str(tmp_path / "again.tar")]) == 0
     assert (tmp_path / "again.tar").read_bytes() == honest.read_bytes()

@@ -63,7 +63,7 @@ def test_a_run_directory_gives_the_address(tmp_path):
 def test_a_resumed_learner_on_another_node_takes_the_port_but_not_the_host(tmp_path):
     (tmp_path / "hub.json").write_text('{"connect": "tcp://node7:40001"}')
     assert same_address("tcp://0.0.0.0:0", tmp_path, resume=True) == "tcp://0.0.0.0:40001"
-    assert same_address("tcp://127.0.0.1:0", tmp_path, resume=True) == "tcp://node7:40001"
+    assert same_address("tcp://127.0.0.1:0", tmp_path, resume=True) == "tcp://127.0.0.1:40001"
     assert same_address("tcp://0.0.0.0:7", tmp_path, resume=True) == "tcp://0.0.0.0:7"
 
 
