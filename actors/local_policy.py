@@ -23,7 +23,7 @@ from streamrl.config.schema import Config, SamplingConfig
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.messages import Sampling, VersionRef
-from streamrl.stream.rebuilt import named_version, rebuilt
+from streamrl.stream.rebuilt import named_version, rebuilt, require_model
 from streamrl.stream.segments import segments
 from streamrl.weights.adapter import DOWN, UP, merged
 from streamrl.weights.assets import unpack_assets
@@ -118,19 +118,16 @@ def find_model(source: str, allow: Sequence[str] = ()) -> LocalModel:
     """
     if (named := named_version(source)) is not None:
         return _saved_model(*named, allow)
+    require_model(source)
     folder, run = Path(source), run_of(source)
     model = folder / "model" if run is not None else folder
-    if not folder.is_dir():
-        raise ConfigError(f"{source}: there is no such folder. Give a run, as runs/NAME, or a Hugging Face checkpoint.")
     check_adapter(model, said=str(model))
     if not (model / "config.json").exists():
-        if model != folder:
-            raise ConfigError(
-                f"{source} has no exported model: it is written at the end (checkpoint.export_hf=true). Let the "
-                f"run finish, or resume it: streamrl launch {folder / 'config.yaml'} run.dir={source} "
-                f"checkpoint.resume=true{_saved(folder)}"
-            )
-        raise ConfigError(f"{source} holds no config.json: give a run, as runs/NAME, or a Hugging Face checkpoint.")
+        raise ConfigError(
+            f"{source} has no exported model: it is written at the end (checkpoint.export_hf=true). Let the "
+            f"run finish, or resume it: streamrl launch {folder / 'config.yaml'} run.dir={source} "
+            f"checkpoint.resume=true{_saved(folder)}"
+        )
     check_folder(model, said=str(model))
     return LocalModel(model)
 

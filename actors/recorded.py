@@ -27,14 +27,14 @@ from envs.registry import task_of
 from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, exit_at_once, parsed, parser_of, say, status_of
 from streamrl.config.load import load_run_config
 from streamrl.environment import HasSetUp, Task
-from streamrl.errors import ControlError, EngineError, WireError
+from streamrl.errors import EngineError, WireError
 from streamrl.messages import TO_HUB, Group, Member, MemberStatus, Sampling, Turn, VersionRef
 from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
 from streamrl.messages.printable import printable
 from streamrl.parent_watch import take_stdout
 from streamrl.run_dirs import find_run_dir
 from streamrl.stream.groups import MAX_FRAME_BYTES
-from streamrl.stream.history import History, LoggedBatch
+from streamrl.stream.history import History
 from streamrl.stream.records import GroupArrived
 
 
@@ -155,28 +155,12 @@ class RewardCheck:
         return played.reward
 
 
-def batches_of(run_dir: Path, first: int, last: int | None) -> tuple[History, list[LoggedBatch]]:
-    """The log, and its trained batches for the versions from `first` up to `last`. Raises ControlError: none."""
-    history = History.read(run_dir)
-    found = [
-        one for one in history.batches
-        if one.trained and one.cut.version >= first and (last is None or one.cut.version < last)
-    ]
-    if not found:
-        there = [one.cut.version for one in history.batches]
-        raise ControlError(
-            f"no batch of {run_dir} is for a version from {first} on"
-            + (f" and before {last}" if last is not None else "")
-            + (f": its log has those for {min(there)} to {max(there)}" if there else ": its log has none")
-        )
-    return history, found
-
-
 async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: int | None, *, as_json: bool) -> int:
     """Print each batch and what differs in it; the exit status."""
     out, tell = (take_stdout(), lambda text: None) if as_json else (None, say)
     config = load_run_config(run_dir, words)
-    history, batches = batches_of(run_dir, first, last)
+    history = History.read(run_dir)
+    batches = history.trained(first, last)
     task, total = task_of(config), Checked()
     tell(f"{run_dir}: the rewards of {len(batches)} batches, from version {batches[0].cut.version} on")
     if isinstance(task, HasSetUp):

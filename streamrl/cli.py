@@ -135,6 +135,7 @@ def commands() -> dict[str, Callable[[list[str]], int]]:
     return {
         "launch": launch, "settings": settings, "report": report, "samples": samples, "join": join, "replay": replay,
         **{name: partial(_become, module) for name, module in PROGRAMS.items()},
+        **{name: partial(_open_model, PROGRAMS[name]) for name in ("eval", "chat", "serve")},
         **{name: partial(_call, module, name) for name, module in MODULES.items()},
         **{name: partial(supervised, name) for name in ("sft", "dpo", "train-reward-model")},
     }
@@ -207,6 +208,15 @@ def _call(module: str, name: str, words: list[str]) -> int:
         return getattr(importlib.import_module(module), name)(words)
     except SystemExit as ended:  # of argparse, which has printed its help, or what is wrong
         return int(ended.code or 0)
+
+
+def _open_model(module: str, words: list[str]) -> int:
+    """A program of MODEL_OR_RUN: what it names is there, before this process loads libraries for seconds."""
+    if words and not words[0].startswith("-") and "=" not in words[0]:
+        from streamrl.stream.rebuilt import require_model
+
+        require_model(words[0])
+    return _become(module, words)
 
 
 def _become(module: str, words: list[str]) -> int:

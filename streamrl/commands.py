@@ -40,6 +40,9 @@ def parsed(
     """The arguments, and `words` that are settings; warnings of this process go to standard error."""
     parser.add_argument("words", nargs="*", default=[], metavar="key=value", help=words)
     given = parser.parse_intermixed_args()
+    first, last = getattr(given, "first", 0), getattr(given, "last", None)
+    if last is not None and last <= first:
+        parser.error(f"--from {first} --to {last}: no batch lies between them; give a later version to end at")
     start_log(parser.prog.split()[1], level=level)
     return given
 

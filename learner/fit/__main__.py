@@ -6,16 +6,16 @@ import argparse
 import re
 import sys
 from functools import partial
+from typing import TYPE_CHECKING
 
-from transformers.utils import logging as transformers_logging
-
-from learner.fit.engine import WORKING
-from learner.fit.estimate import GIB
-from learner.fit.models import PUBLISHED, config_of_model
-from learner.fit.proposal import Machine, Planner, Proposal
+from learner.fit.models import PUBLISHED, config_of_model, values_of_model
 from streamrl.commands import parsed, status_of
 from streamrl.config.load import check_overrides
 
+if TYPE_CHECKING:  # torch is imported once the words are known to be good
+    from learner.fit.proposal import Machine, Planner, Proposal
+
+GIB = 1 << 30
 _UNITS = {"": 10**9, "GB": 10**9, "GIB": GIB}
 
 
@@ -33,9 +33,14 @@ def main() -> int:
     parser.add_argument("--context", type=_count, default=8192, metavar="TOKENS",
                         help="of the longest prompt and answer (8192)")
     given = parsed(parser, words="settings that are kept")
+    check_overrides(given.words)
+    values_of_model(given.model)
+    from transformers.utils import logging as transformers_logging
+
+    from learner.fit.proposal import Machine, Planner
+
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    check_overrides(given.words)
     machine = Machine(given.gpus, given.memory, given.context)
     notify = partial(print, file=sys.stderr, flush=True)
     planner = Planner(given.model, config_of_model(given.model), given.words, notify)
@@ -46,6 +51,8 @@ def main() -> int:
 
 def lines(name: str, planner: Planner, machine: Machine, found: Proposal) -> list[str]:
     """What is printed."""
+    from learner.fit.engine import WORKING
+
     rank, engine = found.rank, found.engine
     shown = [
         f"{name}: {planner.parameters / 1e9:.2f} billion parameters; {machine.gpus} x {machine.memory / GIB:.1f} GiB, "

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from envs.data.hub import hub_answers
 from streamrl.config.wording import did_you_mean
 from streamrl.errors import ConfigError
@@ -37,32 +35,58 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """What of their config.json decides memory, so that no hub is needed."""
 
 
-def config_of_model(name: str) -> Any:
-    """The configuration of transformers. Raises ConfigError."""
+def values_of_model(name: str) -> dict[str, Any] | None:
+    """What a config.json says, without a library of models; None for what may be a name of the model hub.
+
+    Raises ConfigError: there is no such folder or file, or none of a model.
+    """
     path = Path(name)
     if path.is_dir():
         check_folder(path, said=name, needs_weights=False)
     short = {known.partition("/")[2].lower(): known for known in PUBLISHED}
     known = short.get(name.rpartition("/")[2].lower())
+    if not path.exists() and known is not None:
+        return PUBLISHED[known]
+    if _may_be_of_hub(name):
+        return None
     try:
-        if path.exists():
-            values = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-        elif known is not None:
-            values = PUBLISHED[known]
-        else:
+        values = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        if not isinstance(values, dict) or "model_type" not in values:
+            raise ValueError("it names no model_type")
+        return values
+    except (OSError, ValueError, RecursionError) as error:
+        raise _refused(name, error) from error
+
+
+def _may_be_of_hub(name: str) -> bool:
+    a_path = name.count("/") > 1 or name.startswith((".", "/", "~", "models/", "runs/")) or name.endswith(".json")
+    return not a_path and not Path(name).exists()
+
+
+def config_of_model(name: str) -> Any:
+    """The configuration of transformers. Raises ConfigError."""
+    values = values_of_model(name)
+    from transformers import AutoConfig  # brings torch: after what the name alone tells
+
+    try:
+        if values is None:
             values = AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
         if (how := declared_quantization(values)) is not None:
             raise ConfigError(f"{name} {refusal_of(how)}")
         return AutoConfig.for_model(**values)
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        said = " ".join(str(error).split())
-        why = f"no configuration of a model can be read there ({type(error).__name__}: {said:.200})"
-        if not path.exists():  # the hub's library tells where it looked, at length
-            why = "it is no folder here and not in the cache of the model hub, which "
-            why += "has none of this name that may be read" if hub_answers() else "cannot be reached from here"
-        raise ConfigError(
-            f"{name}: {why}. Give a folder with a config.json, that file, or one of {', '.join(PUBLISHED)}."
-            f"{did_you_mean(name, PUBLISHED)}"
-        ) from error
+        raise _refused(name, error) from error
+
+
+def _refused(name: str, error: Exception) -> ConfigError:
+    said = " ".join(str(error).split())
+    why = f"no configuration of a model can be read there ({type(error).__name__}: {said:.200})"
+    if _may_be_of_hub(name):  # its library tells where it looked, at length
+        why = "it is no folder here and not in the cache of the model hub, which "
+        why += "has none of this name that may be read" if hub_answers() else "cannot be reached from here"
+    return ConfigError(
+        f"{name}: {why}. Give a folder with a config.json, that file, or one of {', '.join(PUBLISHED)}."
+        f"{did_you_mean(name, PUBLISHED)}"
+    )

@@ -12,6 +12,7 @@ from learner.replay.opened import OpenedRun, join_ranks, open_run
 from learner.replay.without import group_ids, require_groups
 from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, parsed, parser_of, say, status_of
 from streamrl.run_dirs import find_run_dir
+from streamrl.stream.history import History
 
 
 def main() -> int:
@@ -30,6 +31,7 @@ def main() -> int:
     )
     given = parsed(parser)
     join_ranks(given.run, "learner.replay", given.words)
+    History.read(given.run).trained(given.first, given.last)  # what is asked for is there, before it is loaded
     run = open_run(given.run, given.words, at_most=given.first)
     return replay(run, last=given.last, without=given.without)
 

@@ -28,7 +28,9 @@ from learner.replay.opened import OpenedRun, open_run
 from learner.trainer import Trainer, forward_backward
 from streamrl.commands import parsed, parser_of, say, status_of
 from streamrl.errors import ControlError
+from streamrl.messages.printable import printable
 from streamrl.run_dirs import find_run_dir
+from streamrl.stream.export import Text, last_line, run_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Blamed:
         norm: of its gradient.
         cosine: of its gradient to its batch's.
         along: the length of its gradient along its batch's.
+        asked: the last line of its prompt, "" without a tokenizer.
     """
 
     group_id: int
@@ -51,6 +54,7 @@ class Blamed:
     reward: float
     norm: float
     cosine: float
+    asked: str = ""
 
     @property
     def along(self) -> float:
@@ -60,7 +64,9 @@ class Blamed:
 def main() -> int:
     parser = parser_of(
         "blame", "Rank groups, prompts, ages and actors by their share of the gradients between two versions of a run.",
-        find=find_run_dir, epilog="Then: streamrl replay RUN --without GROUP trains without a group.",
+        find=find_run_dir,
+        epilog="Then: streamrl stream RUN --kind group --text prints what they said, and streamrl replay RUN --without "
+        "GROUP trains without a group.",
     )
     parser.add_argument("versions", metavar="A..B", help="the batches that led from version A to version B")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="lines of each table (default: 10)")
@@ -88,14 +94,15 @@ def blame(
     for one in run.train(upto=first, compare=False):
         tell(f"  trained up to version {one.version}")
     found: list[Blamed] = []
+    text = run_text(run_dir, special=False)
     for one in run.train(
-        upto=last, compare=False, on_planned=lambda plan, _: found.extend(_of_batch(run, plan))
+        upto=last, compare=False, on_planned=lambda plan, _: found.extend(_of_batch(run, plan, text))
     ):
         tell(f"  the gradients of {len(found)} groups, up to version {one.version}")
     return sorted(found, key=lambda one: -one.along)
 
 
-def _of_batch(run: OpenedRun, plan: BatchPlan) -> Iterator[Blamed]:
+def _of_batch(run: OpenedRun, plan: BatchPlan, text: Text | None) -> Iterator[Blamed]:
     """The groups of a batch that is about to be trained; the trainer is left as it was."""
     trainer, networks = run.trainer, run.trainer.networks
     places: dict[int, list[int]] = defaultdict(list)
@@ -117,7 +124,7 @@ def _of_batch(run: OpenedRun, plan: BatchPlan) -> Iterator[Blamed]:
         length = _dot(whole, whole) ** 0.5
         for row in dict.fromkeys(one.group_id for one in plan.rows):
             mine = _gradient(trainer, scored, passes[row]) if row in passes else []
-            yield _blamed(plan, row, _dot(mine, mine) ** 0.5, _dot(mine, whole) if mine else 0.0, length)
+            yield _blamed(plan, row, _dot(mine, mine) ** 0.5, _dot(mine, whole) if mine else 0.0, length, text)
 
 
 def _gradient(trainer: Trainer, plan: BatchPlan, passes: Sequence[MicroBatch]) -> list[Tensor]:
@@ -137,13 +144,14 @@ def _dot(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     return sum(float((a.double() * b.double()).sum()) for a, b in zip(one, other, strict=False))
 
 
-def _blamed(plan: BatchPlan, group: int, norm: float, dot: float, length: float) -> Blamed:
+def _blamed(plan: BatchPlan, group: int, norm: float, dot: float, length: float, text: Text | None) -> Blamed:
     rows = [one for one in plan.recorded if one.group_id == group]
     ages = [plan.version - int(one.versions[one.mask].min()) for one in rows if one.mask.any()]
     cosine = dot / (norm * length) if norm and length else 0.0
     return Blamed(
         group, plan.version, rows[0].prompt_index, rows[0].actor_id, max(ages, default=0),
         fmean(one.reward for one in rows), norm, cosine,
+        last_line(text(rows[0].prompt_ids.tolist())) if text is not None else "",
     )
 
 
@@ -152,11 +160,11 @@ def tables(found: Sequence[Blamed], top: int) -> list[str]:
     total = sum(one.along for one in found) or 1.0
     lines = [
         f"{len(found)} groups, the gradients' lengths add up to {total:.4g}; a share is what lies along its batch's",
-        "   share      norm  cosine    group at version  age   reward  prompt, actor",
+        "   share      norm  cosine    group at version  age   reward  prompt, actor, the prompt's last line",
     ]
     lines += [
         f"{one.along / total:8.1%} {one.norm:9.3g} {one.cosine:7.2f} {one.group_id:8d} {one.version:10d} {one.age:4d} "
-        f"{one.reward:8.3g}  {one.prompt}, {one.actor}" for one in found[:top]
+        f"{one.reward:8.3g}  {one.prompt}, {one.actor}, {printable(one.asked)}" for one in found[:top]
     ]
     keys: dict[str, Callable[[Blamed], object]] = {
         "prompt": lambda one: one.prompt, "age": lambda one: one.age, "actor": lambda one: one.actor,

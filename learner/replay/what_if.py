@@ -25,6 +25,7 @@ from streamrl.metrics.files import write_atomic
 from streamrl.metrics.text import compact
 from streamrl.report.what_if import ESS_FLOOR, PATIENCE, Fork, Point, text_table, what_if_page
 from streamrl.run_dirs import find_run_dir
+from streamrl.stream.history import History
 
 OF_STREAM = ("staleness.", "filter.", "rollout.", "env.", "data.", "reward.", "learner.num_minibatches",
              "learner.num_epochs", "actors.", "hub.")
@@ -43,6 +44,7 @@ def main() -> int:
     given = parsed(parser, words="settings of every fork but the reference")
     configs = arms(given.run, given.words)
     join_ranks(given.run, "learner.replay.what_if", [one for one in given.words if one.startswith(ALLOW)])
+    History.read(given.run).trained(given.first, given.last)
     return what_if(given.run, configs, given.first, given.last)
 
 

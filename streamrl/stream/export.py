@@ -14,6 +14,8 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from streamrl.errors import ControlError
 from streamrl.messages import Member, MemberStatus
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
@@ -21,6 +23,9 @@ from streamrl.stream.groups import LoggedGroup
 from streamrl.version import __version__
 
 ATIF = "ATIF-v1.7"
+MAX_LINE = 60
+"""Characters of a prompt's line in a table."""
+_ROLES = ("system", "user", "assistant", "tool", "developer")
 ROWS = 1024
 """Of one row group: so many answers are in memory at once."""
 Text = Callable[[Sequence[int]], str]
@@ -104,17 +109,42 @@ def trajectory(group: LoggedGroup, member: Member, *, run_id: str, model: str, t
     }
 
 
-def tokenizer_text(files: Iterable[bytes]) -> Text | None:
-    """Decoder of the first of these tokenizer.json that can be read; None if none can."""
+def run_text(run_dir: Path, *, special: bool = True) -> Text | None:
+    """Decoder by the first tokenizer of the run that can be read; None if none can.
+
+    Args:
+        special: special tokens are shown.
+    """
     from tokenizers import Tokenizer  # transformers brings it, without torch
 
-    for data in files:
+    for data in _tokenizers(run_dir):
         try:
             tokenizer = Tokenizer.from_buffer(data)
         except Exception:  # what that library raises has no class of its own
             continue
-        return lambda ids, tokenizer=tokenizer: tokenizer.decode(list(ids), skip_special_tokens=False)
+        return lambda ids, tokenizer=tokenizer: tokenizer.decode(list(ids), skip_special_tokens=not special)
     return None
+
+
+def _tokenizers(run_dir: Path) -> Iterator[bytes]:
+    """Every tokenizer.json that the run has."""
+    assets = run_dir / "assets.msgpack"
+    if assets.exists():
+        try:
+            found = msgspec.msgpack.decode(assets.read_bytes(), type=dict[str, bytes])
+        except msgspec.MsgspecError:
+            found = {}
+        yield from (data for name, data in found.items() if name == "tokenizer.json")
+    if (path := run_dir / "model" / "tokenizer.json").exists():
+        yield path.read_bytes()
+
+
+def last_line(prompt: str) -> str:
+    """The last line of a prompt that says something: what a system message says is the same for all."""
+    lines = [line.strip() for line in prompt.splitlines()]
+    said = [line for line in lines if line and line not in _ROLES]
+    line = said[-1] if said else ""
+    return line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}..."
 
 
 def _ids(data: bytes) -> list[int]:

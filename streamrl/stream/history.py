@@ -8,6 +8,7 @@ from pathlib import Path
 
 from streamrl.errors import ControlError
 from streamrl.messages import Manifest
+from streamrl.metrics.run_record import starts_of
 from streamrl.stream.records import (
     BatchCut,
     Evaluated,
@@ -70,7 +71,7 @@ class History:
         """
         if first is None:
             if not (files := segments(run_dir)):
-                raise ControlError(f"{run_dir} has no log (its folder {FOLDER}/): it was made by an earlier release")
+                raise ControlError(f"{run_dir} {_why_no_log(Path(run_dir))}")
             first = next((one.first for one in reversed(files) if one.previous != one.first), files[0].first)
         history = cls(run_dir, first)
         for place, view in scan(run_dir, first):
@@ -91,6 +92,21 @@ class History:
                 case Evaluated(version=version, dataset=dataset):
                     history.evaluated.add((version, dataset))
         return history
+
+    def trained(self, first: int = 0, last: int | None = None) -> list[LoggedBatch]:
+        """The trained batches for the versions from `first` up to `last`. Raises ControlError: there is none."""
+        found = [
+            one for one in self.batches
+            if one.trained and one.cut.version >= first and (last is None or one.cut.version < last)
+        ]
+        if not found:
+            there = [one.cut.version for one in self.batches]
+            raise ControlError(
+                f"no batch of {self.run_dir} is for a version from {first} on"
+                + (f" and before {last}" if last is not None else "")
+                + (f": its log has those for {min(there)} to {max(there)}" if there else ": its log has none")
+            )
+        return found
 
     def _started(self, start: RunStarted) -> None:
         self.starts.append(start)
@@ -126,6 +142,14 @@ class History:
                 f"the log of {self.run_dir} does not hold record {lost[0]} any more, of which a batch needs the frame: "
                 "its files were removed (stream.keep, stream.max_gb)"
             )
+
+
+def _why_no_log(run_dir: Path) -> str:
+    """The end of a sentence that begins with the run."""
+    words = str(next((one.get("command", "") for one in reversed(starts_of(run_dir))), "")).split()
+    if len(words) > 1 and words[1] in ("sft", "dpo", "train-reward-model"):
+        return f"keeps no log: a run of streamrl {words[1]} has none; its metrics are in {run_dir}/metrics.jsonl"
+    return f"has no log: its folder {FOLDER}/ was removed or left behind, or an earlier release made the run"
 
 
 def _survives(batch: LoggedBatch, version: int) -> bool:

@@ -35,6 +35,17 @@ def named_version(name: str) -> tuple[Path, int] | None:
     return run_dir, int(found[2]) if found[2] else best_version(run_dir, found[3] or "")
 
 
+def require_model(source: str) -> None:
+    """Raise ConfigError unless a MODEL_OR_RUN is a run, a version of one, or a folder with a model's config.json."""
+    folder = Path(source)
+    if named_version(source) is not None or (folder / "config.yaml").exists():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{source}: there is no such folder. Give a run, as runs/NAME, or a Hugging Face checkpoint.")
+    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):  # adapters: see find_model
+        raise ConfigError(f"{source} holds no config.json: give a run, as runs/NAME, or a Hugging Face checkpoint.")
+
+
 def best_version(run_dir: Path, dataset: str = "") -> int:
     """The version with the highest score on a set of evaluations, of equals the earliest.
 

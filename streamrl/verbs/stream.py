@@ -9,13 +9,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
-from streamrl.commands import parser_of
+from streamrl.commands import parser_of, say
 from streamrl.errors import ControlError
+from streamrl.messages.codec import unpack_ids
 from streamrl.messages.printable import printable
 from streamrl.run_dirs import find_run_dir, has_learner
-from streamrl.stream.export import export, tokenizer_text
+from streamrl.stream.export import Text, export, run_text
 from streamrl.stream.groups import OUTCOMES, LoggedGroup, Wanted, rows
 from streamrl.stream.records import (
     BatchCut,
@@ -38,6 +37,9 @@ KINDS: dict[str, type] = {
 }
 STATES = {0: "ready", 1: "leased", 2: "held", 5: "dropped"}
 TELL_EVERY = 10_000
+NOTHING = 1
+"""The exit status if no record is what was asked for."""
+MAX_NAMED = 8
 
 
 def stream(words: list[str]) -> int:
@@ -56,10 +58,46 @@ def stream(words: list[str]) -> int:
     )
     if given.export:
         return _export(run_dir, wanted, Path(given.export))
+    text, found = _decoder(run_dir) if given.text else None, False
     for sequence, record in rows(run_dir, wanted):
         if isinstance(record, kinds) and _within(record, wanted.versions):
+            found = True
             print(printable(f"{sequence:8d}  {line(record)}"))
-    return 0
+            if text is not None and isinstance(record, LoggedGroup):
+                say(_texts(record, text))
+    if not found:
+        say(_what_there_is(run_dir, kinds), error=True)
+    return 0 if found else NOTHING
+
+
+def _decoder(run_dir: Path) -> Text:
+    """Raises ControlError: no tokenizer is at hand."""
+    if (text := run_text(run_dir)) is None:
+        raise ControlError(f"--text: no tokenizer of {run_dir} is at hand (assets.msgpack): take the whole directory")
+    return text
+
+
+def _texts(one: LoggedGroup, text: Text) -> str:
+    """The prompt of a group, and each answer."""
+    members = one.members
+    blocks = [("prompt", one.prompt_ids(members[0]))] if members else []
+    blocks += [(f"answer {member.index}, reward {member.reward:.4g}", member.token_ids) for member in members]
+    lines = []
+    for name, ids in blocks:
+        lines += [f"          --- {name}", *(f"          {row}" for row in text(unpack_ids(ids).tolist()).splitlines())]
+    return "\n".join(lines)
+
+
+def _what_there_is(run_dir: Path, kinds: tuple[type, ...]) -> str:
+    """The sentence where no record is what was asked for."""
+    if LoggedGroup not in kinds:
+        return f"no record of {run_dir} is of that kind and version: without options it prints all"
+    groups = [one for _, one in rows(run_dir, Wanted()) if isinstance(one, LoggedGroup)]
+    actors = sorted({one.arrived.actor_id for one in groups})
+    rewards = [one.reward for one in groups if one.reward is not None]
+    between = f"; their mean rewards lie between {min(rewards):.4g} and {max(rewards):.4g}" if rewards else ""
+    names = ", ".join(actors[:MAX_NAMED]) + (", ..." if len(actors) > MAX_NAMED else "")
+    return f"0 of {len(groups)} groups match: their actors are {names or 'none'}{between}"
 
 
 def _repair(run_dir: Path) -> int:
@@ -130,20 +168,27 @@ def _within(record: Record | LoggedGroup, versions: tuple[int, int] | None) -> b
 
 
 def _export(run_dir: Path, wanted: Wanted, out: Path) -> int:
-    text = tokenizer_text(_tokenizers(run_dir))
+    text = run_text(run_dir)
     if text is None:
         print("no tokenizer is at hand: token ids only, without texts", file=sys.stderr)
     start = next((one for _, one in read_records(run_dir, complete_from=ANYWHERE) if isinstance(one, RunStarted)), None)
-    settings = json.loads(start.settings) if start is not None else {}
-    model = settings.get("policy", {}).get("model_path") or "tiny"
     num = export(
         _told(run_dir, wanted), out, run_id=start.run_id if start else run_dir.resolve().name,
-        model=Path(model).name, text=text,
+        model=_model_of(start), text=text,
     )
     if not num:
         print("no answer is what was asked for", file=sys.stderr)
     print(f"{num} answers in {out}")
     return 0
+
+
+def _model_of(start: RunStarted | None) -> str:
+    """The name of the model that the run trained, as far as its log tells."""
+    try:
+        named = json.loads(start.settings)["policy"]["model_path"] if start is not None else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        named = None
+    return Path(named).name if isinstance(named, str) and named else "tiny"
 
 
 def _told(run_dir: Path, wanted: Wanted) -> Iterator[LoggedGroup]:
@@ -155,19 +200,6 @@ def _told(run_dir: Path, wanted: Wanted) -> Iterator[LoggedGroup]:
         if isinstance(one, LoggedGroup) and one.members:
             num += 1
             yield one
-
-
-def _tokenizers(run_dir: Path) -> Iterator[bytes]:
-    """Every tokenizer.json that the run has."""
-    assets = run_dir / "assets.msgpack"
-    if assets.exists():
-        try:
-            found = msgspec.msgpack.decode(assets.read_bytes(), type=dict[str, bytes])
-        except msgspec.MsgspecError:
-            found = {}
-        yield from (data for name, data in found.items() if name == "tokenizer.json")
-    if (path := run_dir / "model" / "tokenizer.json").exists():
-        yield path.read_bytes()
 
 
 def _range(option: str, word: str | None, kind: type) -> tuple | None:
@@ -189,12 +221,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(
         "stream", "Print what a run's log holds, one line a record, or export the answers of its groups.",
         find=find_run_dir, usage="streamrl stream RUN [option ...]",
-        epilog="An option on groups (--actor, --outcome, --reward) leaves out all other records.",
+        epilog="An option on groups (--actor, --outcome, --reward) leaves out all other records. The exit status is 1 "
+        "if no record is what was asked for.",
     )
     parser.add_argument("--version", metavar="A..B", help="of these versions; of groups: that sampled a token")
     parser.add_argument("--actor", metavar="ID", help="groups of this actor")
     parser.add_argument("--outcome", choices=OUTCOMES, help="groups that ended so; stale ones were refused")
-    parser.add_argument("--reward", metavar="MIN..MAX", help="groups with a mean reward between these; --reward=-1..0")
+    parser.add_argument("--reward", metavar="MIN..MAX", help="groups with a mean reward between these, or of "
+                        "just this one; --reward=-1..0")
+    parser.add_argument("--text", action="store_true", help="print the prompt and the answers of each group, too")
     parser.add_argument(
         "--kind", action="append", default=[], choices=KINDS, metavar="KIND",
         help=f"only this kind, may be given again: {', '.join(KINDS)}; all but moved if none is given",

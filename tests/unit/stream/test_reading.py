@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from actors.recorded import main as recorded_main
+from learner.replay.__main__ import main as replay_main
+from learner.replay.what_if import main as what_if_main
 from streamrl.errors import ControlError
 from streamrl.messages import Group, Outcome, PlanRow, ReturnReason, Sampling
 from streamrl.messages.codec import encode
-from streamrl.stream.export import export
+from streamrl.stream.export import export, last_line
 from streamrl.stream.groups import LoggedGroup, Wanted, rows
+from streamrl.stream.history import History
 from streamrl.stream.records import BatchCut, GroupArrived, GroupMoved, RunStarted, StepTaken
 from streamrl.stream.writer import LogWriter
 from streamrl.verbs.stream import stream
@@ -105,3 +112,56 @@ def test_parquet_has_a_row_for_each_answer(run_dir, capsys):
     assert answers == [(1, 0, 0.0), (1, 1, 1.0), (4, 0, 0.25)]
     assert table[2]["versions"] == [2, -1] and table[0]["prompt"] is None
     assert "no tokenizer is at hand" in capsys.readouterr().err
+
+
+def test_options_that_nothing_matches_say_what_there_is(run_dir, capsys):
+    assert stream([str(run_dir), "--reward", "0.9"]) == 1
+    assert capsys.readouterr().err == (
+        "0 of 4 groups match: their actors are actor-1, actor-2; their mean rewards lie between 0.25 and 1\n"
+    )
+    assert stream([str(run_dir), "--actor", "actor-9"]) == 1
+    assert "their actors are actor-1, actor-2" in capsys.readouterr().err
+    assert stream([str(run_dir), "--kind", "checkpoint"]) == 1
+    assert "no record of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["sft", "dpo", "train-reward-model"])
+def test_a_run_that_keeps_no_log_says_so(verb, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"starts": [{"command": f"streamrl {verb} data.path=x.jsonl"}]}))
+    with pytest.raises(ControlError, match=f"keeps no log: a run of streamrl {verb} has none"):
+        stream([str(tmp_path)])
+
+
+def test_the_texts_of_groups_are_printed_and_steer_no_terminal(run_dir, capsys):
+    with pytest.raises(ControlError, match="no tokenizer of .* is at hand"):
+        stream([str(run_dir), "--text"])
+    tokenizer = Tokenizer(WordLevel({f"w{number}\x1b[2J": number for number in range(64)}, "w0\x1b[2J"))
+    (run_dir / "model").mkdir()
+    (run_dir / "model" / "tokenizer.json").write_text(tokenizer.to_str())
+
+    assert stream([str(run_dir), "--actor", "actor-1", "--text"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("--- prompt") == 2 and said.count("--- answer 0, reward 0") == 2 and "\x1b" not in said
+    assert "w1\\x1b[2J" in said
+
+
+def test_the_line_of_a_prompt_is_its_last_that_says_something():
+    assert last_line("system\nBe brief.\nuser\nWhat is 2+3?\n\nassistant\n") == "What is 2+3?"
+    assert last_line("\n") == "" and len(last_line("x" * 500)) == 63
+
+
+@pytest.mark.parametrize(("first", "last", "message"), [
+    (9, None, "from 9 on: its log has those for 0 to 0"), (0, 0, "from 0 on and before 0"), (1, 7, "from 1 on"),
+])
+def test_batches_that_are_not_there_are_refused(run_dir, first, last, message):
+    assert len(History.read(run_dir).trained(0, 1)) == 1
+    with pytest.raises(ControlError, match=f"no batch of .* is for a version {message}"):
+        History.read(run_dir).trained(first, last)
+
+
+@pytest.mark.parametrize("command", [replay_main, what_if_main, recorded_main])
+def test_a_range_that_ends_before_it_begins_is_no_range(command, run_dir, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x", str(run_dir), "--from", "5", "--to", "3"])
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 2 and "--from 5 --to 3: no batch lies between them" in capsys.readouterr().err
