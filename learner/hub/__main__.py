@@ -14,12 +14,14 @@ from learner.hub.shared.settings import read_settings
 from streamrl.errors import StreamrlError
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import watch
+from streamrl.processes import keep_private
 from streamrl.transport.peers import raise_descriptor_limit
 from streamrl.transport.rank_keys import RankKeys
 from streamrl.weights.shm.directory import remove_run_dir
 
 
 def main() -> int:
+    keep_private()
     settings = read_settings(Path(sys.argv[1]))
     start_log("hub")
     raise_descriptor_limit()
