@@ -149,7 +149,7 @@ def _why_no_log(run_dir: Path) -> str:
     words = str(next((one.get("command", "") for one in reversed(starts_of(run_dir))), "")).split()
     if len(words) > 1 and words[1] in ("sft", "dpo", "train-reward-model"):
         return f"keeps no log: a run of streamrl {words[1]} has none; its metrics are in {run_dir}/metrics.jsonl"
-    return f"has no log: its folder {FOLDER}/ was removed or left behind, or an earlier release made the run"
+    return f"has no log: its folder {FOLDER}/ was removed or left behind, or it was made by an earlier release"
 
 
 def _survives(batch: LoggedBatch, version: int) -> bool:

@@ -102,7 +102,7 @@ def test_a_name_is_found_however_it_is_written(form, read, run_dir):
 @pytest.mark.parametrize("text", ["hydra: {searchpath: ['pkg://evil']}", "hydra: {run: {dir: x}}"])
 def test_no_run_configures_the_library_that_reads_settings(text, run_dir):
     (run_dir / "config.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="is no setting of a run"):
+    with pytest.raises(ConfigError, match=r"hydra\.(searchpath|run\.dir)"):
         load_run_config(run_dir)
 
 
