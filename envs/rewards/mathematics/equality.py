@@ -27,7 +27,7 @@ from envs.rewards.mathematics.units import PERCENT, quantity
 _NAME = r"(?:\\?[a-zA-Z]+|\\text\{[^{}]*\})(?:_\w|_\{\w+\})?'?(?:\([a-z](?:, ?[a-z])*\))?|\([a-z](?:, ?[a-z])+\)"
 _ASSIGNMENT = re.compile(rf"({_NAME})\s*(?:=|\\in(?![a-zA-Z]))\s*(.+)")
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq)(?![a-zA-Z])")
-_JOINED = re.compile(r"\s*\\l(?:or|and)(?![a-zA-Z])\s*")
+_JOINED = re.compile(r"\s*\\(lor|land)(?![a-zA-Z])\s*")
 _REALS = re.compile(r"(?:\\mathbb\s*\{?\s*R\s*\}?|\\Reals|\\R)(?:\s*(?:\\setminus|\\backslash|-)\s*\\\{(.*)\\\})?")
 _ALL_REALS = ("all real numbers", "all reals", "the real numbers", "real numbers", "the set of all real numbers")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|(?<![a-zA-Z\\])[a-z]|\\(?:theta|alpha|beta)\s*)\s*\^\s*\\circ")
@@ -76,7 +76,10 @@ def _same(gold: str, answer: str) -> bool:
         return texts[0] == texts[1]
     if (intervals := _intervals(gold, answer)) is not None:
         return intervals
-    gold, answer = (_JOINED.sub(", ", text) for text in (gold, answer))
+    if (joints := [set(_JOINED.findall(text)) for text in (gold, answer)])[0] != joints[1] and all(joints):
+        return False
+    if RELATION.search(gold + answer):
+        gold, answer = (_JOINED.sub(", ", text) for text in (gold, answer))
     named, given = _assignment(gold), _assignment(answer)
     if named or given:
         return _same_equations(gold, answer, named, given)

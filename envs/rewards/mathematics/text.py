@@ -16,6 +16,7 @@ _WIDE = str.maketrans({
     "\u00a0": " ", "\u202f": " ", "\u2009": " ",
 })  # fmt: skip
 _FUNCTIONS = "exp|ln|log|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|sec|csc"
+_ARGUMENT = r"\s*[(\d]|\s*\\[, ]?\s*(?:\d|\\?(?:frac|sqrt|pi))|\s+[a-z](?![a-z])"
 _REWRITTEN = [
     (r"\\\$|\$(?=\d[^$]*$)", CURRENCY),
     (r"\$+|(?<!\\)\\[()\[\]]|\\displaystyle|\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?|\\!|\\limits", ""),
@@ -24,8 +25,8 @@ _REWRITTEN = [
     (r"\\(?:lbrace|\{)\s*", r"\\{"), (r"\s*\\(?:rbrace|\})", r"\\}"),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\frac\s*(\w)(?=\s*[\w{\\])", r"\\frac{\1}"), (r"(\\frac\{[^{}]*\})\s*(\w)", r"\1{\2}"),  # as TeX: one letter
-    (rf"\\(?:operatorname|mathrm|text|rm)\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1"),
-    (rf"(?<![a-zA-Z\\])({_FUNCTIONS})(?=\s*[(\d]|\s*\\(?:frac|sqrt|pi)|\s+[a-z](?![a-z]))", r"\\\1"),
+    (rf"\\(?:operatorname|mathrm|text|rm)\s*\{{\s*({_FUNCTIONS})\s*\}}(?={_ARGUMENT})", r"\\\1"),
+    (rf"(?<![a-zA-Z\\])({_FUNCTIONS})(?={_ARGUMENT})", r"\\\1"),
     (r"\\(?:[lc]dots|dots[bcimo]?)(?![a-zA-Z])|\.\.\.", r"\\ldots "),
     (r"\\(?:math(?:rm|bf|it|sf)|text(?:rm|bf|it|normal)|mbox|operatorname)\s*\{", r"\\text{"),
     (r"\\text\s+\{", r"\\text{"),
@@ -71,14 +72,17 @@ def clean(text: str) -> str:
     for pattern, new in _REWRITTEN_RE:
         text = pattern.sub(new, text)
     related = RELATION.search(text) or r"\ne " in text
-    text = _BETWEEN.sub(lambda found: _between(found) if related else ", ", text)
+    text = _BETWEEN.sub(lambda found: _between(found, related=bool(related)), text)
     text = _TEXT.sub(lambda found: ", ".join(rf"\text{{{item}}}" for item in found[1].split(",")), text)
     return re.sub(r"\s+", " ", text).strip(" .;:" if not text.strip().startswith(".") else " ")
 
 
-def _between(found: re.Match[str]) -> str:
-    """Inequalities are joined by what they are joined by; other answers by commas."""
-    return r" \land " if (found[1] or found[2]) == "and" or found[3] else r" \lor "
+def _between(found: re.Match[str], *, related: bool) -> str:
+    """Inequalities are joined by what they are joined by, other answers by commas; \\lor of neither is logic."""
+    word = found[1] or found[2]
+    if not related:
+        return ", " if word or (not found[3] and "=" in found.string) else found[0]
+    return r" \land " if word == "and" or found[3] else r" \lor "
 
 
 def bare(text: str) -> str:
