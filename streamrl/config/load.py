@@ -41,7 +41,9 @@ from streamrl.config.settings_file import (
     is_file,
     keep_texts,
     key_given_twice,
+    literal,
     lost_of_recipe,
+    parts_of,
     quote_each,
     quote_texts,
 )
@@ -254,9 +256,18 @@ def _quoted(word: str) -> str:
         found = _parse(word)._value
     except HydraException:
         kind = {name: kind for name, kind, _, _ in settings()}.get(key, "str")  # of an open mapping, whatever it is
-        if not kind.startswith("str") or value[:1] in ("[", "{", "'", '"'):
+        if not kind.startswith(("str", "Any", "list")) or value[:1] in ("{", "'", '"'):
             refuse_unreadable(key, value)
-        return f"{key}='{value}'" if "'" not in value else f'{key}="{value}"'
+        listed = value.startswith("[") and value.endswith("]") and not kind.startswith("str")
+        if not listed and value.startswith("["):
+            refuse_unreadable(key, value)
+        whole = literal(value) if kind.startswith("str") else ",".join(map(_element, parts_of(value)))
+        readable = f"{key}=[{','.join(map(_element, parts_of(value[1:-1])))}]" if listed else f"{key}={whole}"
+        try:
+            _parse(readable)
+        except HydraException:
+            refuse_unreadable(key, value)
+        return readable
     name = key.lstrip("+")
     if name not in texts() or (name in _lists_of_texts() and not isinstance(found, list | ChoiceSweep)):
         return word
@@ -265,6 +276,15 @@ def _quoted(word: str) -> str:
         start, inner, end = ("choice(", listed[1], ")") if listed else ("", value, "")
         return f"{key}={start}{quote_each(inner, found.list)}{end}"
     return f"{key}={quote_texts(value, found)}"
+
+
+def _element(text: str) -> str:
+    """One of the values between commas, in quotes if the grammar cannot read it."""
+    try:
+        _parse(f"value=[{text}]")
+    except HydraException:
+        return literal(text)
+    return text
 
 
 def _with_overrides_first(composed: DictConfig, overrides: Sequence[str], task: Mapping[str, Any]) -> DictConfig:

@@ -131,8 +131,14 @@ def quote_texts(text: str, value: Any) -> str:
 
 def quote_each(text: str, values: Sequence[Any]) -> str:
     """The same for texts with commas between them."""
-    parts = [part.strip() for part in _SPLIT.findall(text)]
+    parts = parts_of(text)
     return ",".join(map(quote_texts, parts, values)) if len(parts) == len(values) else text
+
+
+def parts_of(text: str) -> list[str]:
+    """What stands between the commas of a text, but for those in quotes or brackets; brackets of a name may be open."""
+    parts = _SPLIT.findall(text)
+    return [part.strip() for part in (parts if ",".join(parts) == text.rstrip(",") else text.split(","))]
 
 
 _SPLIT = re.compile(r"""((?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\[[^\]]*\]|[^,\[\]'"])+)(?:,|$)""")

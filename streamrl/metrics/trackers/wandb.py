@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,31 @@ from streamrl.metrics.samples import Sample
 from streamrl.metrics.sinks import Row, Sink, TrackedRun, dense_histogram
 from streamrl.metrics.trackers.sample_tables import COLUMNS, rows_of
 
+log = logging.getLogger("streamrl.learner")
+
 
 def open_wandb(run: TrackedRun) -> Sink:
-    """A wandb run with the id of ours, so that a resumed run continues its record."""
+    """A wandb run with the id of ours, so that a resumed run continues its record.
+
+    A resumed run does some steps again. The server takes no step twice, so its record is first set back to where the
+    run goes on; accounts and servers without that feature keep what they have.
+    """
     import wandb
 
-    mode = run.settings["wandb"]["mode"]
-    opened = wandb.init(
-        project=run.project, name=run.run_dir.resolve().name, id=run.run_id, mode=mode, resume="allow",
-        dir=str(run.run_dir),
+    online = run.settings["wandb"]["mode"] == "online"
+    init = partial(
+        wandb.init, project=run.project, name=run.run_dir.resolve().name, id=run.run_id,
+        mode=run.settings["wandb"]["mode"], dir=str(run.run_dir),
     )
-    return WandbSink(wandb, opened, online=mode == "online")
+    if online and run.resume_step is not None:
+        try:
+            return WandbSink(wandb, init(resume_from=f"{run.run_id}?_step={run.resume_step}"), online=True)
+        except Exception as error:  # of its own classes, which differ between releases
+            log.warning(
+                "wandb cannot set the record back to step %d (%s): it keeps the steps that are done again",
+                run.resume_step, " ".join(str(error).split())[:200],
+            )
+    return WandbSink(wandb, init(resume="allow"), online=online)
 
 
 class WandbSink(Sink):

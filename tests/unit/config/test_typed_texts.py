@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from streamrl.config import load
 from streamrl.config.load import (
     PATHS,
     OverridesParser,
@@ -81,3 +84,21 @@ def test_null_is_none_where_the_setting_may_have_none_and_is_refused_elsewhere()
         load_config(["experiment=quickstart", "run.name=null"])
     with pytest.raises(ConfigError, match="must be a list"):
         load_config(["experiment=quickstart", "env.tools=5"])
+
+
+NAMES = st.text("aé~()[]{}=#@;&!%^|<>?*+'\"$ .:/-", max_size=8).map(lambda middle: f"a{middle}z.jsonl")
+TEXTUAL = [name for name, kind, _, _ in settings() if kind.startswith(("Any", "list[str]", "str"))]
+
+
+@given(name=NAMES, key=st.sampled_from(TEXTUAL))
+@example(name="~/x.jsonl", key="data.path")
+def test_what_begins_with_no_bracket_is_a_text_as_it_was_typed(name, key):
+    value = load._parse(hydra_overrides([f"{key}={name}"])[0]).value()
+
+    assert value == name
+
+
+@given(names=st.lists(NAMES.filter(lambda name: not set(name) & set("'\"[](){}")), min_size=1, max_size=3))
+def test_so_is_each_name_of_a_list(names):
+    names = [name.strip() for name in names]
+    assert load._parse(hydra_overrides([f"data.path=[{','.join(names)}]"])[0]).value() == names

@@ -80,3 +80,27 @@ def test_wandb_receives_numbers_by_step_and_histograms_with_their_empty_bins(mon
     assert logged == [(4, {"reward/mean": 0.5, "lag/token": ("histogram", ([10, 0, 2], [1, 2, 3, 4]))})]
     assert [(one["mode"], one["id"], one["resume"]) for one in started] == [("offline", "r-1", "allow")]
     assert started[0]["name"] == tmp_path.name
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+@pytest.mark.parametrize("can", [True, False])
+def test_a_resumed_record_of_wandb_is_set_back_where_it_can_be(monkeypatch, tmp_path, mode, can):
+    started = []
+
+    def init(**options):
+        started.append(options)
+        if "resume_from" in options and not can:
+            raise RuntimeError("this account has no rewinding")
+        return types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+    fake = types.ModuleType("wandb")
+    fake.init = init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run = TrackedRun("r-1", tmp_path, "p", 7, {"wandb": {"mode": mode}, "options": {}})
+
+    open_trackers(["wandb"], run)
+
+    asked = [(one.get("resume_from"), one.get("resume")) for one in started]
+    back, on = ("r-1?_step=7", None), (None, "allow")
+    assert asked == ([on] if mode == "offline" else [back] if can else [back, on])
+    assert {(one["id"], one["project"]) for one in started} == {("r-1", "p")}
