@@ -149,7 +149,7 @@ class Encoder:
             trained = message.role in self._roles
             joined = not said and following is not None and following.role != "assistant"
             part = self.tokenizer(plain_text(message) + "\n" * joined, add_special_tokens=False)["input_ids"]
-            part += end if said else []
+            part += end if said and part[-1:] != end else []
             ids += part
             mask += [trained] * len(part)
         mask[:1] = [False] * len(mask[:1])

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ MAX_LINE = 60
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 ROWS = 1024
 """Of one row group: so many answers are in memory at once."""
+_CONFIGS = ("generation_config.json", "config.json")
 Text = Callable[[Sequence[int]], str]
 
 
@@ -65,7 +66,7 @@ def row(group: LoggedGroup, member: Member, text: Text | None) -> dict[str, Any]
         "finish": member.finish, "truncated": member.status == MemberStatus.TRUNCATED,
         "temperature": group.group.sampling.temperature if group.group else 0.0, "num_turns": len(member.turns),
         "num_sequences": 1 + len(member.sequences), "agents": list(member.agents),
-        "prompt": text(prompt) if text else None, "answer": text(tokens) if text else None,
+        "prompt": text(prompt) if text else None, "answer": _said(text, tokens) if text else None,
         "prompt_ids": prompt, "token_ids": tokens,
         "logprobs": unpack_logprobs(member.logprobs).tolist(), "versions": versions,
     }
@@ -82,7 +83,7 @@ def trajectory(group: LoggedGroup, member: Member, *, run_id: str, model: str, t
         read = _context(member, prompt, tokens, start)
         num_read += len(read)
         step: dict[str, Any] = {
-            "step_id": len(steps) + 1, "source": "agent", "message": said(tokens[start:end]),
+            "step_id": len(steps) + 1, "source": "agent", "message": _said(said, tokens[start:end]),
             "metrics": {
                 "prompt_tokens": len(read), "completion_tokens": end - start, "prompt_token_ids": read,
                 "completion_token_ids": tokens[start:end], "logprobs": logprobs[start:end],
@@ -117,26 +118,57 @@ def run_text(run_dir: Path, *, special: bool = True) -> Text | None:
     """
     from tokenizers import Tokenizer  # transformers brings it, without torch
 
-    for data in _tokenizers(run_dir):
-        try:
-            tokenizer = Tokenizer.from_buffer(data)
-        except Exception:  # what that library raises has no class of its own
-            continue
-        return lambda ids, tokenizer=tokenizer: tokenizer.decode(list(ids), skip_special_tokens=not special)
+    files = _model_files(run_dir)
+    for name, data in files:
+        if name == "tokenizer.json":
+            try:
+                return TokenText(Tokenizer.from_buffer(data), _ends(files), special=special)
+            except Exception:  # what that library raises has no class of its own
+                continue
     return None
 
 
-def _tokenizers(run_dir: Path) -> Iterator[bytes]:
-    """Every tokenizer.json that the run has."""
-    assets = run_dir / "assets.msgpack"
-    if assets.exists():
-        try:
-            found = msgspec.msgpack.decode(assets.read_bytes(), type=dict[str, bytes])
-        except msgspec.MsgspecError:
-            found = {}
-        yield from (data for name, data in found.items() if name == "tokenizer.json")
-    if (path := run_dir / "model" / "tokenizer.json").exists():
-        yield path.read_bytes()
+class TokenText:
+    """Decodes token ids.
+
+    Attributes:
+        ends: tokens that may end an answer, which are no part of its text.
+    """
+
+    def __init__(self, tokenizer: Any, ends: Iterable[int] = (), *, special: bool = True) -> None:
+        self._tokenizer, self._special = tokenizer, special
+        known = (token for token, kind in tokenizer.get_added_tokens_decoder().items() if kind.special)
+        self.ends = frozenset([*ends, *known])
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=not self._special)
+
+
+def _said(text: Text, tokens: Sequence[int]) -> str:
+    """The text of a turn of the model, without the token that ends it: who trains on it writes that token again."""
+    ended = tokens and tokens[-1] in getattr(text, "ends", ())
+    return text(tokens[:-1] if ended else tokens)
+
+
+def _model_files(run_dir: Path) -> list[tuple[str, bytes]]:
+    """Name and content of the tokenizers and configurations that the run has."""
+    found: list[tuple[str, bytes]] = []
+    if (assets := run_dir / "assets.msgpack").exists():
+        with suppress(msgspec.MsgspecError):
+            found += msgspec.msgpack.decode(assets.read_bytes(), type=dict[str, bytes]).items()
+    for name in ("tokenizer.json", *_CONFIGS):
+        if (path := run_dir / "model" / name).exists():
+            found.append((name, path.read_bytes()))
+    return found
+
+
+def _ends(files: Iterable[tuple[str, bytes]]) -> Iterator[int]:
+    """The tokens that the model's configurations name as ends."""
+    for name, data in files:
+        if name in _CONFIGS:
+            with suppress(ValueError):
+                found = json.loads(data).get("eos_token_id")
+                yield from (one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int))
 
 
 def last_line(prompt: str) -> str:

@@ -60,8 +60,8 @@ def test_a_text_stays_as_it_was_typed_in_words_in_files_and_over_other_settings(
 @pytest.mark.parametrize("text", TYPED)
 def test_a_sweep_varies_texts_as_they_were_typed(text):
     for name in texts() - LISTS:
-        for given in (f"{text},x", f"choice({text},x)"):
-            axis = parse_sweep([f"{name}={given}"]).axes[name]
+        for several in (f"{text},x", f"choice({text},x)"):
+            axis = parse_sweep([f"{name}={several}"]).axes[name]
             assert [values_of([f"{name}={value}"])[name] for value in axis.values] == [text, "x"]
 
 

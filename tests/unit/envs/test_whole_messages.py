@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from streamrl.config.load import load_config
 from streamrl.config.schema import DataConfig
 from streamrl.environment import ChatMessage, SingleTurnTask
 from streamrl.errors import TaskError
+from streamrl.messages.codec import pack_ids, pack_logprobs
+from streamrl.stream.export import TokenText, row
 from tests.unit.envs.tool_templates import TEMPLATES, tool_tokenizer
 
 ARGUMENTS = {"city": "Zürich", "days": 2}
@@ -248,3 +251,26 @@ def test_a_program_s_own_messages_keep_their_fields_and_foreign_calls_are_the_te
     assert own == ChatMessage("assistant", "what I wrote")
     cut = as_messages([ASKED, {**CALLED, "tool_calls": [call('{"ci')]}], Written(), writes_calls=True)[1]
     assert '{"ci' in cut.content and not cut.fields
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_exported_answer_is_trained_with_the_tokens_that_were_sampled(tmp_path, name):
+    made = encoder(tmp_path, name)
+    tokenizer, answer = made.tokenizer, made.tokenizer("Yes.")["input_ids"][-4:] + [made.tokenizer.eos_token_id]
+    prompt = Renderer(tokenizer).render(RecordShape().messages({"messages": TALK[:-1]}))
+    member = SimpleNamespace(
+        token_ids=pack_ids(answer), versions=(), index=0, reward=1.0, scores={}, finish="stop", status=0, turns=(1,),
+        sequences=(), agents=(), logprobs=pack_logprobs([0.0] * len(answer)),
+    )
+    group = SimpleNamespace(
+        prompt_ids=lambda member: pack_ids(prompt), sequence=1, outcome="trained", reason="", trained_at=0, group=None,
+        arrived=SimpleNamespace(group_id=1, actor_id="a", prompt_index=0),
+    )
+
+    found = row(group, member, TokenText(tokenizer.backend_tokenizer))
+
+    assert found["answer"] == "Yes." and found["token_ids"] == answer
+    made.chat = False  # the prompt is rendered already
+    for text in ("Yes.", "Yes." + tokenizer.eos_token):  # as older exports have it
+        ids, mask = made.encode(AnswerShape().messages({**found, "answer": text}))
+        assert ids.tolist() == [*prompt, *answer] and ids[mask].tolist() == answer
