@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 
 from streamrl.metrics.hub_names import ARRIVED
@@ -16,6 +17,9 @@ _RENAMED = {
 _PREFIX = "num_dropped_"
 _REASONS = [key for key in METRICS if key.startswith("dropped/") and key != "dropped/*"]
 
+NUM_RECENT = 256
+"""Trajectories of `reward/recent`."""
+
 
 class HubCounts:
     """Differences of the hub's cumulative counters between two rows.
@@ -26,6 +30,7 @@ class HubCounts:
 
     def __init__(self, before: Mapping[str, float] | None = None) -> None:
         self._before: dict[str, float] = dict(before or {})
+        self._recent: deque[tuple[float, float, float]] = deque()  # trajectories of a row, sums of reward and score
 
     def since_last(self, counters: Mapping[str, float], *, num_trained: float = 0.0) -> dict[str, float]:
         """The hub's counters of this step; what was not measured is left out.
@@ -34,7 +39,19 @@ class HubCounts:
             num_trained: groups that the step trained on.
         """
         added = {name: self._added(name, value) for name, value in counters.items()}
-        return {**_dropped(added), **_arrived(added), **_groups(added, num_trained), **_loads(added)}
+        arrived = _arrived(added)
+        return {**_dropped(added), **arrived, **self._latest(arrived), **_groups(added, num_trained), **_loads(added)}
+
+    def _latest(self, arrived: Mapping[str, float]) -> dict[str, float]:
+        """Means over the last trajectories, however many of them came in which step."""
+        if not arrived:
+            return {}
+        count = arrived["reward/num"]
+        self._recent.append((count, arrived["reward/mean"] * count, arrived["score/mean"] * count))
+        while sum(one[0] for one in self._recent) - self._recent[0][0] >= NUM_RECENT:
+            self._recent.popleft()
+        counts, rewards, scores = map(sum, zip(*self._recent, strict=True))
+        return {"reward/recent": rewards / counts, "score/recent": scores / counts}
 
     def _added(self, name: str, value: float) -> float:
         """A hub that was restarted counts from 0 again; sums of rewards may also shrink."""
@@ -60,7 +77,7 @@ def _arrived(added: Mapping[str, float]) -> dict[str, float]:
         return {}
     tokens, mean = added["arrived_tokens"], added["arrived_reward"] / count
     row = {
-        "reward/mean": mean,
+        "reward/mean": mean, "reward/num": count,
         "reward/std": math.sqrt(max(0.0, added["arrived_reward_squared"] / count - mean**2)),
         "score/mean": added["arrived_score"] / count,
         "length/dispatched": tokens / count,

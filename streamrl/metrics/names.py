@@ -26,6 +26,9 @@ SECTIONS: dict[str, list[Metric]] = {
     "Reward and advantage": section(
         ("reward/mean", "reward", "mean", "Reward of a trajectory that came in this step, before any filter."),
         ("reward/std", "reward", "std", "Spread of these rewards."),
+        ("reward/num", "trajectories", "sum", "Trajectories that came in this step: one step may have 1, another 255."),
+        ("reward/recent", "reward", "last", "Mean reward of the last 256 trajectories that came, or of all so far."),
+        ("score/recent", "score", "last", "Mean score of these."),
         ("score/mean", "score", "mean", "Score of a trajectory that came in this step, before any filter."),
         ("group/zero_std_fraction", "fraction", "mean", "Completed groups with equal rewards, before any filter."),
         ("reward/trained", "reward", "mean", "Reward of a trajectory of the trained batch, after all filters."),

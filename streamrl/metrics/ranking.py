@@ -12,7 +12,7 @@ from streamrl.errors import ConfigError
 from streamrl.extension import did_you_mean
 from streamrl.metrics.names import lookup
 from streamrl.metrics.run_record import RunRecord
-from streamrl.metrics.summary import Summary, series
+from streamrl.metrics.summary import RECENT, Summary, series
 
 NUMBERS = tuple(f.name for f in fields(Summary) if f.type in ("int", "float", "float | None"))
 """The fields of a summary that a run can be ranked by."""
@@ -42,7 +42,8 @@ class Objective:
     """The number that runs are ranked by, and which end of it is good.
 
     Attributes:
-        metric: a number of summary.json, or a key of metrics.jsonl (with a slash), of which the last value counts.
+        metric: a number of summary.json, or a key of metrics.jsonl (with a slash), of which the last value counts; of
+            rewards and scores of one step, that over the last answers.
     Raises:
         ConfigError: there is no such number.
     """
@@ -88,6 +89,8 @@ class Objective:
         if self.series.startswith("eval/"):
             version = f"{self.series.rpartition('/')[0]}/version"  # of a set, if it is that of a set
             return [(int(row.get(version, row["step"])), row[self.series]) for row in rows if self.series in row]
+        recent = RECENT.get(self.series, "")
+        rows = [{**row, self.series: row[recent]} if recent in row else row for row in rows]
         return list(zip(*series(rows, self.series), strict=True))
 
     def better(self, value: float, than: float) -> bool:

@@ -14,7 +14,7 @@ from streamrl.errors import CheckpointError, RunNotFoundError
 from streamrl.metrics.eval_scores import step_of, steps_per_batch
 from streamrl.metrics.files import read_lines, read_object, text_of
 from streamrl.metrics.sinks import parse_row
-from streamrl.metrics.summary import SUPERVISED, Summary
+from streamrl.metrics.summary import RECENT, SUPERVISED, Summary
 
 RUNNING_S = 20.0
 """A run whose hub has written nothing for so long is taken for dead."""
@@ -60,6 +60,16 @@ class RunRecord:
         """Steps and values of the lines that hold `key`, evaluations at the steps that they measure; the lists are the
         record's own."""
         return self._by_key().get(key, ([], []))
+
+    def judged(self, key: str) -> tuple[list[int], list[Any]]:
+        """The series that a run is judged by: of means over what came in a step, those over the last answers."""
+        found = self.series(RECENT.get(key, key))
+        return found if found[0] else self.series(key)
+
+    def weights(self, key: str) -> list[float]:
+        """The number of trajectories behind each value of a mean over those that came; empty if it is not known."""
+        counts = self.series("reward/num")[1] if key in RECENT else []
+        return counts if len(counts) == len(self.series(key)[1]) else []
 
     def _by_key(self) -> dict[str, tuple[list[int], list[Any]]]:
         """The rows as columns, made once: a report reads some hundred of them."""

@@ -184,7 +184,8 @@ def plain_line(row: Row, total_steps: int | None = None, left_s: float | None = 
 
     if row.get("run/version", row["step"]) != row["step"]:
         add("version", "run/version")
-    add("reward", "reward/mean" if "reward/mean" in row else "reward/trained")  # nothing may have come in this step
+    # Nothing may have come in this step, or a single answer.
+    add("reward", next((key for key in ("reward/recent", "reward/mean") if key in row), "reward/trained"))
     add("eval", "eval/score")
     for name in ("loss", "held_out_loss", "accuracy"):
         add(name.replace("_", "-"), f"supervised/{name}")

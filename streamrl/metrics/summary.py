@@ -19,6 +19,8 @@ from streamrl.metrics.text import compact, duration, with_error
 
 REISSUED_SHARE = 0.02
 """Of the groups: more leases that were given to another actor are worth a line in the terminal."""
+RECENT = {"reward/mean": "reward/recent", "score/mean": "score/recent"}
+"""Means over what came in one step, be it one answer, and what a run is judged by: those over the last answers."""
 SUPERVISED = {"sft": "SFT", "dpo": "DPO", "train-reward-model": "reward model"}
 """Trainers beside RL, by their commands."""
 MEASURED = {

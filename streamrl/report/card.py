@@ -46,7 +46,7 @@ def run_html(record: RunRecord, directory: Path) -> str:
     every = max(1, math.ceil(len(steps) / MAX_POINTS))
     steps, scores, errors = steps[::every], scores[::every], errors[::every]
     evaluation = [Curve("score", steps, scores, dots=True, errors=errors if any(errors) else ())]
-    reward = noisy(Curve("reward", *thin(*record.series("reward/mean"), MAX_POINTS)))
+    reward = noisy(Curve("reward", *thin(*record.judged("reward/mean"), MAX_POINTS)))
     charts = "".join(
         line_chart(title, curves, x_label="step", y_label=unit, fixed=limits, x_end=record.step)
         for title, unit, curves in (("Evaluation score", "score", evaluation), ("Reward", "reward", reward)))

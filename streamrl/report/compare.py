@@ -232,7 +232,7 @@ def _overlay(records: Sequence[RunRecord], labels: Sequence[str], title: str, un
     def chart(**more: Any) -> str:
         curves = []
         for run, (record, label) in enumerate(zip(records, labels, strict=True)):
-            curve = Curve(label, *record.series(key), color=run, run=run)
+            curve = Curve(label, *record.series(key), color=run, run=run, weights=record.weights(key))
             curves.append(replace(noisy(curve)[-1] if smoothed else curve, faint=False))
         return line_chart(title, curves, x_label="step", y_label=unit, robust=True, legend=False, **options, **more)
 

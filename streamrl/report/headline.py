@@ -91,7 +91,9 @@ def tiles(record: RunRecord) -> str:
     rewards = record.series("reward/mean")[1]
     if rewards:
         tail = rewards[-max(1, len(rewards) // 20) :]
-        found.append(("training reward", compact(sum(tail) / len(tail)),
+        weights = (record.weights("reward/mean") or [1.0] * len(rewards))[-len(tail) :]
+        mean = sum(reward * weight for reward, weight in zip(tail, weights, strict=True)) / sum(weights)
+        found.append(("training reward", compact(mean),
                       f"from {compact(rewards[0])}; mean of the last {len(tail)} steps"))
     total = record.setting("trainer.num_steps")
     wall_s = summary.wall_s if summary and record.state == "finished" else last(rows, "run/wall_s", math.nan)

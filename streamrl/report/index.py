@@ -167,7 +167,7 @@ def _row(root: Path, run: Listed) -> list[str]:
     lines = "".join(f'<div class="small-print">{escape(line)}</div>' for line in (about, record.notes[:160], damaged)
                     if line)
     scores = record.series("eval/score")[1]
-    curve = scores if len(scores) > 2 else record.series("reward/mean")[1]
+    curve = scores if len(scores) > 2 else record.judged("reward/mean")[1]
     wall_s = last(rows, "run/wall_s", 0.0)
     lag = last(rows, "lag/token_mean", float("nan"))
     rate = last(rows, "run/trained_tokens", 0.0) / wall_s if wall_s else None

@@ -74,7 +74,7 @@ def learning(record: RunRecord) -> list[Chart]:
                                                                     "eval/truncated_fraction": "evaluation"},
               from_zero=True, unless_zero=True),
         _line(record, "Parts of the reward", "reward",
-              _family(record, "reward/", ("reward/mean", "reward/std", "reward/trained"))),
+              _family(record, "reward/", tuple(f"reward/{one}" for one in ("mean", "std", "trained", "num", "recent")))),
     ]
 
 
@@ -178,14 +178,19 @@ def _line(record: RunRecord, title: str, unit: str, keys: Mapping[str, str], *, 
     """A line chart of metrics, key -> name; without data, or only 0 or one value if so asked, it is empty."""
     def chart(**more: Any) -> str:
         found: list[tuple[str, list[int], list[float]]] = []
+        weights: dict[str, list[float]] = {}
         for key, name in keys.items():
             steps, values = record.series(key)
             if values and name not in [other for other, _, _ in found]:  # an old key and a new one for the same
                 found.append((name, steps, [scale * value for value in values]))
+                weights[name] = record.weights(key)
         everything = [value for _, _, values in found for value in values]
         if (unless_zero and not any(everything)) or (unless_constant and all(len(set(v)) < 2 for _, _, v in found)):
             return ""
-        curves = [Curve(name, steps, values, color) for color, (name, steps, values) in enumerate(found)]
+        curves = [
+            Curve(name, steps, values, color, weights=weights[name])
+            for color, (name, steps, values) in enumerate(found)
+        ]
         drawn = [one for curve in curves for one in (noisy(curve) if smoothed else [curve])]
         return line_chart(title, drawn, x_label="step", y_label=unit, robust=True, x_end=record.step, **options, **more)
 

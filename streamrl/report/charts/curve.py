@@ -20,6 +20,7 @@ class Curve:
     Attributes:
         color: of `NUM_COLORS`; with it goes a dash pattern, so that equal curves do not hide each other.
         faint: raw data under a smoothed curve of the same color; it stays out of the legend.
+        weights: how much each point counts in a moving average; equally if empty.
         errors: half the length of the error bar of each point; none if empty.
         run: index among the runs of a comparison; 0 in a report.
     """
@@ -32,6 +33,7 @@ class Curve:
     dots: bool = False
     errors: Sequence[float] = ()
     run: int = 0
+    weights: Sequence[float] = ()
 
 
 def finite(curve: Curve) -> Curve:
@@ -72,4 +74,9 @@ def noisy(curve: Curve) -> list[Curve]:
     if window < 2:
         return [curve]
     finite_ys = [y if math.isfinite(y) else 0.0 for y in curve.ys]
-    return [replace(curve, faint=True), replace(curve, ys=smooth(finite_ys, window))]
+    if curve.weights:
+        sums = smooth([y * weight for y, weight in zip(finite_ys, curve.weights, strict=True)], window)
+        smoothed = [one / weight for one, weight in zip(sums, smooth(curve.weights, window), strict=True)]
+    else:
+        smoothed = smooth(finite_ys, window)
+    return [replace(curve, faint=True), replace(curve, ys=smoothed)]

@@ -98,7 +98,7 @@ def _evaluation(state: ViewState) -> Line | None:
 
 
 def _reward(state: ViewState) -> Line | None:
-    rewards = series(state.rows, "reward/mean")[1]
+    rewards = series(state.rows, "reward/recent")[1] or series(state.rows, "reward/mean")[1]
     if not rewards:
         return None
     return "reward", Text.assemble(f"{compact(_recent(rewards))}  ", (sparkline(rewards, SPARK_WIDTH), "green"))

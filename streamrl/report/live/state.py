@@ -13,7 +13,7 @@ NUM_RECENT_STEPS = 20
 """Steps over which rates and the time left are averaged."""
 NUM_WHOLE_ROWS = 3 * NUM_RECENT_STEPS
 """Rows of which everything is kept: some have no step's values. A run may have a million, with 26 kB each."""
-DRAWN_WHOLE = ("step", "reward/mean", "eval/score", "lag/head_max")
+DRAWN_WHOLE = ("step", "reward/mean", "reward/recent", "eval/score", "lag/head_max")
 """Kept of all rows: what is drawn of the whole run."""
 PATIENCE_S = 3.0
 """A wait is named once it is longer than this, and than twice a step."""

@@ -1,9 +1,16 @@
 """Counters of the hub are cumulative; a row holds one step."""
 
+from collections import Counter
+
 import pytest
 
 from learner.record.hub_counts import HubCounts
 from streamrl.metrics.names import METRICS
+from streamrl.metrics.ranking import Objective
+from streamrl.metrics.run_record import RunRecord
+from streamrl.metrics.sinks import plain_line
+from streamrl.report.charts.curve import Curve, noisy
+from streamrl.report.headline import tiles
 
 
 def occurred(row: dict[str, float]) -> dict[str, float]:
@@ -37,6 +44,30 @@ def test_means_are_of_what_came_in_this_step_alone():
     assert (second["reward/mean"], second["score/mean"], second["length/dispatched"]) == (-1.5, 0.0, 30.0)
     assert second["throughput/wire_bytes_per_token"] == 5.0
     assert "reward/mean" not in third and "length/dispatched" not in third
+
+
+def test_a_step_with_one_answer_weighs_one_answer_in_what_a_run_is_judged_by():
+    counts, total, rewards = HubCounts(), Counter(), [0.0] * 300 + [1.0] * 255 + [0.0]
+    rows = []
+    for part in ([0.0] * 300, [1.0] * 255, [0.0]):
+        total.update(arrived_trajectories=len(part), arrived_reward=sum(part), arrived_reward_squared=sum(part),
+                     arrived_score=2 * sum(part), arrived_tokens=len(part), arrived_bytes=len(part))
+        rows.append({"step": len(rows) + 1, **counts.since_last({name: float(one) for name, one in total.items()})})
+
+    assert [(row["reward/mean"], row["reward/num"]) for row in rows] == [(0.0, 300), (1.0, 255), (0.0, 1)]
+    assert rows[-1]["reward/recent"] == 255 / 256 == rows[-1]["score/recent"] / 2
+    assert rows[1]["reward/recent"] == sum(rewards[:555]) / 555  # a row is taken whole
+    assert "reward/recent" not in counts.since_last({name: float(one) for name, one in total.items()})
+
+    judged = Objective("reward/mean")
+    record = RunRecord(name="r", rows=rows, summary=None, config_text="", overrides=[])
+    assert judged.value(record) == rows[-1]["reward/recent"] and judged.intermediate(rows)[-1] == (3, 255 / 256)
+    assert "reward 0.996" in plain_line(rows[-1])
+    assert record.judged("reward/mean")[1][-1] == 255 / 256 and record.weights("reward/mean") == [300, 255, 1]
+    uneven = [{"step": n, "reward/mean": n % 2, "reward/num": 1 if n % 2 else 255} for n in range(1, 41)]
+    assert "<b>0.00391</b>" in tiles(RunRecord(name="r", rows=uneven, summary=None, config_text="", overrides=[]))
+    (_, smoothed) = noisy(Curve("r", range(40), [0.0, 1.0] * 20, weights=[1.0, 3.0] * 20))
+    assert smoothed.ys[20] == pytest.approx(0.75, abs=0.2) and smoothed.ys[20] > 0.5
 
 
 def test_shares_of_groups_are_of_all_that_ended_in_the_step():
