@@ -20,6 +20,7 @@ from streamrl.report.page import section
 
 LEARNER_TIMES = ("wait", "pack", "logprobs", "values", "score", "advantages", "forward_backward", "optimizer", "critic",
                  "publish", "checkpoint", "eval")
+OF_ALL_REWARD = tuple(f"reward/{name}" for name in ("mean", "std", "trained", "num", "recent"))
 Chart = Callable[..., str]
 
 
@@ -74,7 +75,7 @@ def learning(record: RunRecord) -> list[Chart]:
                                                                     "eval/truncated_fraction": "evaluation"},
               from_zero=True, unless_zero=True),
         _line(record, "Parts of the reward", "reward",
-              _family(record, "reward/", tuple(f"reward/{one}" for one in ("mean", "std", "trained", "num", "recent")))),
+              _family(record, "reward/", OF_ALL_REWARD)),
     ]
 
 
