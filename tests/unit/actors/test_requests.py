@@ -52,7 +52,7 @@ LEAST = {
 async def serving(engine, *, max_tokens=200, key="sk-mine", renderer=None, **headers):
     """A client of a server of this engine, as `streamrl serve` makes one, and its session."""
     rules = EpisodeRules(max_prompt_tokens=max_tokens, max_new_tokens=8, max_turns=1)
-    policy = LocalPolicy(engine, PLAIN, renderer or Renderer(PLAIN))
+    policy = LocalPolicy(engine, PLAIN, frozenset(), renderer or Renderer(PLAIN))
     sessions = served(policy, SamplingConfig(temperature=0.0, max_new_tokens=8), rules, max_tokens, key)
     runner, port = await serve(sessions, "127.0.0.1", 0, keyless=key is None)
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
