@@ -6,6 +6,7 @@ model in milliseconds. The self-checks of learner and engine use it, and so does
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -13,29 +14,22 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.architectures.rope import original_length
 
+log = logging.getLogger(__name__)
+
 WINDOW, ORIGINAL_LENGTH, MAX_LENGTH = 8, 16, 64
 ROWS = (41, 13, 29)
 """Lengths of the rows of a check: beyond the window, beyond and within the original length."""
 
-_HEADS, _HEAD_DIM = 4, 8
+HEAD_DIM = 8
+_HEADS = 4
 _VOCABULARY = 96
 _EXPERTS = 4
 _MOST_PARAMETERS = 2_000_000
 
 _SIZES: dict[str, int] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), _HEADS * _HEAD_DIM),
     **dict.fromkeys(("hidden_size_per_layer_input",), 8),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads"),
                     _HEADS),
-    **dict.fromkeys(("head_dim", "global_head_dim", "swa_head_dim", "kv_channels", "attention_head_dim", "d_kv",
-                     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "swa_v_head_dim", "index_head_dim",
-                     "rotary_dim"), _HEAD_DIM),
-    **dict.fromkeys(("qk_head_dim",), 2 * _HEAD_DIM),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "intermediate_size", "ffn_dim", "n_inner", "d_ff",
-                     "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "moe_intermediate_size",
-                     "shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp",
-                     "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size", "expert_intermediate_size",
-                     "moe_shared_intermediate_size", "moe_latent_size", "dense_intermediate_size"), 16),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "padded_vocab_size"), _VOCABULARY),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts"),
                     _EXPERTS),
@@ -49,6 +43,18 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size", "attention_window_size",
                      "window_size", "chunk_size"), WINDOW),
     **dict.fromkeys(("index_topk", "keep_window_size"), WINDOW),
+}
+_IN_HEAD_DIMS: dict[str, int] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), _HEADS),
+    **dict.fromkeys(("head_dim", "global_head_dim", "swa_head_dim", "kv_channels", "attention_head_dim", "d_kv",
+                     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "swa_v_head_dim", "index_head_dim",
+                     "rotary_dim"), 1),
+    **dict.fromkeys(("qk_head_dim",), 2),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "intermediate_size", "ffn_dim", "n_inner", "d_ff",
+                     "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "moe_intermediate_size",
+                     "shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp",
+                     "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size", "expert_intermediate_size",
+                     "moe_shared_intermediate_size", "moe_latent_size", "dense_intermediate_size"), 2),
 }
 _KEY_HEADS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "swa_num_key_value_heads", "multi_query_group_num",
               "num_global_key_value_heads", "index_n_heads", "swa_num_attention_heads")  # fmt: skip
@@ -74,23 +80,28 @@ class ConfigKey:
         return isinstance(other, ConfigKey) and self._text == other._text
 
 
-def miniature_config(config: Any) -> Any:
-    """A copy of a text configuration with tiny sizes; its kinds of layers, rules and options are kept."""
+def miniature_config(config: Any, *, head_dim: int = HEAD_DIM) -> Any:
+    """A copy of a configuration and its parts in tiny sizes; its kinds of layers, rules and options are kept."""
     values = config.to_dict()
+    sizes = _SIZES | {name: count * head_dim for name, count in _IN_HEAD_DIMS.items()}
     _shrink_layers(values)
-    _shrink_sizes(values)
+    _shrink_sizes(values, sizes)
     for own in (values.get("per_layer_config") or {}).values():
-        _shrink_sizes(own)
-    _shrink_rope(values)
-    return type(config).from_dict(values)
+        _shrink_sizes(own, sizes)
+    _shrink_rope(values, head_dim)
+    small = type(config).from_dict(values)
+    for name in getattr(config, "sub_configs", {}):
+        if (part := getattr(small, name, None)) is not None:
+            setattr(small, name, miniature_config(part, head_dim=head_dim))
+    return small
 
 
-def _shrink_sizes(values: dict[str, Any]) -> None:
+def _shrink_sizes(values: dict[str, Any], sizes: dict[str, int]) -> None:
     old_heads = next((values[name] for name in _HEAD_COUNTS if isinstance(values.get(name), int)), None)
     for name in _KEY_HEADS:
         if _is_size(values.get(name)):
             values[name] = _HEADS if values[name] == old_heads else min(2, values[name])
-    for name, size in _SIZES.items():
+    for name, size in sizes.items():
         value = values.get(name)
         if isinstance(value, list) and value and all(isinstance(one, int) for one in value):
             values[name] = [size if one else one for one in value]
@@ -108,13 +119,23 @@ def first_layers(config: Any) -> Any:
     return type(config).from_dict(values)
 
 
-def build_miniature(config: Any, *, seed: int = 0) -> torch.nn.Module:
+def build_miniature(config: Any, *, seed: int = 0, head_dim: int = HEAD_DIM) -> torch.nn.Module:
     """A causal language model from `miniature_config(config)`, float32 on the CPU, random weights, evaluation mode.
 
-    The weights are larger than at the start of a training, so that attention is not nearly uniform. The global random
+    Of a model that also reads images or sounds it is a copy of the whole, or if none can be made of its text part. The
+    weights are larger than at the start of a training, so that attention is not nearly uniform. The global random
     generator is left as it was. Raises ValueError, or what foreign code raises, where no small copy can be made.
     """
-    small = miniature_config(config.get_text_config(decoder=True))
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        try:
+            return _build(miniature_config(config, head_dim=head_dim), seed)
+        except Exception as error:  # foreign code on sizes that it never saw
+            log.debug("no small copy of all of %s: %s", type(config).__name__, error)
+    return _build(miniature_config(text, head_dim=head_dim), seed)
+
+
+def _build(small: Any, seed: int) -> torch.nn.Module:
 
     def build() -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(
@@ -200,12 +221,12 @@ def _are_layer_numbers(name: str, value: list[Any], count: int) -> bool:
     )
 
 
-def _shrink_rope(values: dict[str, Any]) -> None:
+def _shrink_rope(values: dict[str, Any], head_dim: int) -> None:
     found = values.get("rope_parameters") or {}
     for parameters in [found] if "rope_type" in found else [one for one in found.values() if isinstance(one, dict)]:
         if "original_max_position_embeddings" in parameters:
             parameters["original_max_position_embeddings"] = ORIGINAL_LENGTH
-        width = int((values.get("head_dim") or _HEAD_DIM) * parameters.get("partial_rotary_factor", 1.0))
+        width = int((values.get("head_dim") or head_dim) * parameters.get("partial_rotary_factor", 1.0))
         for name in ("short_factor", "long_factor"):
             if name in parameters:
                 parameters[name] = list(parameters[name])[: width // 2]

@@ -21,7 +21,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from actors.engines.base import AdapterSpec, EngineSpec, GenerateRequest, Generation, InstallTimes, VersionSpan
-from actors.engines.vllm.engine import PAUSES, VllmEngine
+from actors.engines.vllm.engine import PAUSES, VllmEngine, as_in_files
 from actors.engines.vllm.imports import vllm
 from actors.engines.vllm.process import EngineProcessGroup
 from streamrl.errors import EngineError, WeightsError
@@ -106,7 +106,8 @@ class AdapterVllmEngine(VllmEngine):
             try:
                 await asyncio.to_thread(self._core.kill)
                 path = Path(self._core.group.folder) / "model.safetensors"
-                await asyncio.to_thread(save_file, _contiguous(tensors), path)
+                whole = await asyncio.to_thread(as_in_files, self._model, tensors)
+                await asyncio.to_thread(save_file, _contiguous(whole), path)
                 await asyncio.to_thread(self._core.start)
             except Exception as error:  # of vLLM's making
                 self._death = EngineError(f"vLLM does not start with the base: {error}")

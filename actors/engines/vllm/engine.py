@@ -20,6 +20,7 @@ from contextlib import closing
 from typing import Any
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from actors.engines.base import EngineSpec, EngineStats, GenerateRequest, Generation, InstallTimes, check_request
 from actors.engines.native.engine import build_model, model_end_ids
@@ -74,6 +75,7 @@ class VllmEngine:
         self.max_num_seqs, self.max_tokens, self._policy = spec.max_num_seqs, spec.max_tokens, spec.install_policy
         with torch.device("meta"):
             model = build_model(spec.model_dir, dtype=spec.dtype, device="meta")
+        self._model = model  # without weights
         self._expected = checkpoint_tensors(model)
         self._eos_ids = sorted(model_end_ids(model, spec.tokenizer))
         config = model.config.get_text_config()
@@ -222,6 +224,7 @@ class VllmEngine:
         async with self._exchange:
             if self._death is not None or self._closed:
                 raise self._death or EngineError("the engine is closed")
+            tensors = await asyncio.to_thread(as_in_files, self._model, tensors)
             with closing(await asyncio.to_thread(StagedDocument, tensors)) as staged:
                 await self._stage(staged)
                 pause_s = await self._replace(staged, ref)
@@ -339,3 +342,9 @@ class VllmEngine:
         if self._restart_task is not None:
             self._restart_task.cancel()
         await asyncio.to_thread(self._core.close)
+
+
+def as_in_files(model: torch.nn.Module, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tensors as the model's files name them, which vLLM reads: transformers fuses the experts of a mixture."""
+    found = revert_weight_conversion(model, dict(tensors))
+    return tensors if found.keys() == tensors.keys() else found

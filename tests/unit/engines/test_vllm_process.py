@@ -16,8 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING
 
 from actors.engines.base import VersionSpan
+from actors.engines.native.engine import build_model
+from actors.engines.native.weight_sets import checkpoint_tensors
 from actors.engines.vllm import client
 from actors.engines.vllm.client import (
     NUM_MORE_KEPT,
@@ -27,6 +31,7 @@ from actors.engines.vllm.client import (
     spans_of,
     turn_seed,
 )
+from actors.engines.vllm.engine import as_in_files
 from actors.engines.vllm.process import (
     OURS,
     StagedDocument,
@@ -38,6 +43,7 @@ from actors.engines.vllm.process import (
 )
 from actors.engines.vllm.reaper import MARK, group_pids
 from actors.engines.vllm.worker import Staging, mapped_tensors
+from streamrl.architectures.miniature import build_miniature
 from streamrl.config.devices import NUM_MORE_CANDIDATES
 from streamrl.errors import EngineError, RequestError
 from streamrl.messages import Sampling, VersionRef
@@ -277,3 +283,16 @@ def test_what_one_request_raises_is_that_requests_unless_the_core_is_dead(raised
     with pytest.raises(error) as caught:
         asyncio.run(tracker.submit([1], None, ""))
     assert type(caught.value) is error and len(deaths) == dead
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "llama"])
+def test_vllm_gets_tensors_by_the_names_of_the_models_files(model_type, tmp_path):
+    model = build_miniature(CONFIG_MAPPING[model_type](), seed=1)
+    model.save_pretrained(tmp_path)
+    published = {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
+
+    given = as_in_files(build_model(tmp_path, dtype=torch.float32, device="meta"), published)
+
+    files = load_file(tmp_path / "model.safetensors")
+    assert given.keys() == files.keys() and all(torch.equal(given[name], tensor) for name, tensor in files.items())
+    assert (given is published) == (model_type == "llama")
