@@ -88,11 +88,13 @@ def chosen_layers(model: Any, config: LoraConfig) -> list[str]:
     """
     head = model.get_output_embeddings()
     modules = {name: module for name, module in model.named_modules() if name}
-    # A class of the architecture's own, as of a router, may compute more than a product.
+    # A class of the architecture's own, as of a router, may compute more than a product; some routers read a layer's
+    # weight without calling it.
     plain = [
         name for name, module in modules.items()
         if isinstance(module, nn.Linear) and module is not head
         and not type(module).__module__.startswith("transformers.")
+        and "Router" not in type(model.get_submodule(name.rpartition(".")[0])).__name__
     ]
     if not plain:
         kinds = sorted({type(module).__name__ for module in modules.values() if hasattr(module, "weight")})

@@ -10,19 +10,27 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from learner.checkpoint.shards import ShardReader, read_training_tensors, training_tensors, write_shards
 from learner.data.packing import pack
 from learner.model.adapter import quantize as quantization
 from learner.model.adapter.base import check_resumed, describe_adapter
 from learner.model.adapter.frozen import FrozenAdapter
-from learner.model.adapter.lora import adapter_layers, adapter_parameters, add_adapter, base_tensors, describe
+from learner.model.adapter.lora import (
+    adapter_layers,
+    adapter_parameters,
+    add_adapter,
+    base_tensors,
+    chosen_layers,
+    describe,
+)
 from learner.model.adapter.quantize import Dequantized, check_quantization
 from learner.model.optimizer import make_optimizer, make_schedule
 from learner.model.policy import Policy, load_policy
 from learner.publish.export import export_model
 from learner.ranks.mesh import Ranks
+from streamrl.architectures.miniature import build_miniature
 from streamrl.config.load import load_config
 from streamrl.config.schema import LoraBase, LoraConfig, LoraInit, OptimizerConfig, SchedulerConfig
 from streamrl.errors import CheckpointError, ConfigError
@@ -349,3 +357,17 @@ def test_every_layer_is_adapted_whatever_the_architecture(tmp_path):
         assert len(adapter_layers(policy)) == 14
     with pytest.raises(ConfigError, match="Conv1D"):
         policy_with(tiny_checkpoint(tmp_path / "gpt2", "gpt2"))
+
+
+@pytest.mark.parametrize("model_type", ["longcat_flash", "gemma4_text", "llama4_text"])
+def test_what_a_router_holds_gets_no_adapter(model_type):
+    """Some routers read the weight of a linear layer without calling it: an adapter there would not be computed."""
+    model = build_miniature(CONFIG_MAPPING[model_type]())
+
+    chosen = chosen_layers(model, LoraConfig(rank=2))
+
+    called = set()
+    for name in chosen:
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name))
+    model(input_ids=torch.arange(40)[None] % 90 + 3)
+    assert chosen and set(chosen) == called
