@@ -112,7 +112,8 @@ SLOW: dict[str, str | dict[str, str]] = {
             "thousands of sweeps, for a negative result",
     },
     "unit/architectures/test_families.py": {
-        "test_a_family_that_is_built_like_others_is_exact_too": "one family of each kind is in `make test`",
+        "test_a_family_that_is_built_like_others_does_what_the_page_says_too":
+            "one family of each kind is in `make test`",
     },
     "unit/bench/test_agents.py": "240 trajectories of agents that die; flow/test_agents.py has agents, too",
     "unit/bench/test_gpu_dry_run.py": {

@@ -14,6 +14,8 @@ _OWN_ATTENTION = "computes attention in code of its own, which knows neither pac
 _CHOSEN_KEYS = "chooses the keys of each query by scores over the whole pass, packed rows and all"
 _BIASED = "adds a learned bias of positions to its attention scores"
 _BYTES = "makes tokens out of bytes inside the model, so it has no log-probs of the tokens that an actor sampled"
+_DRAFTS = "drafts tokens for another model, whose cache it reads"
+_BLOCKS = "lets the tokens of an image see each other by their places in a pass, which packing and the cache change"
 _INSTEAD = "take a model of a family that docs/models.md lists as exact"
 
 REFUSED: dict[str, str] = {
@@ -31,9 +33,15 @@ REFUSED: dict[str, str] = {
         "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
     ), _RECURRENT),
     **dict.fromkeys(
-        ("axk2", "deepseek_v32", "deepseek_v4", "doge", "glm_moe_dsa", "hy_v4", "qwen4_exp", "qwen4_exp_text"),
+        (
+            "axk2", "deepseek_v32", "deepseek_v4", "doge", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4",
+            "qwen4_exp", "qwen4_exp_text",
+        ),
         _CHOSEN_KEYS,
     ),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFTS),
+    "gemma4_unified": _BLOCKS,
+    "git": _OWN_ATTENTION,
     **dict.fromkeys(("inkling_text", "inkling2_text"), _BIASED),
     "blt": _BYTES,
 }
