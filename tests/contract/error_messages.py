@@ -267,7 +267,6 @@ REMEDIES: dict[str, str] = {
     "belongs to run": "resume in the directory of the run that wrote it",
     "is below …, which wrote this": "a newer learner has written there: resume from its directory",
     # the log of a run
-    "it was made by an earlier release": "a run of this release has one",
     "there is nothing to verify": "a run that trained a batch",
     "it cannot be verified (stream.keep": "a run whose log or checkpoints reach back further",
     "recorded answers have no weights": "`docs/log.md`: only rewards are computed of them",

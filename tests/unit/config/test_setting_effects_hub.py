@@ -241,7 +241,7 @@ def test_a_remote_actor_gets_what_changed_if_that_is_little_enough(tmp_path, mod
 def published_layout(*words: str):
     publish = config_of(*words).publish
     return Publisher(
-        [("weight", torch.zeros(1000))], wire_dtype=wire_dtype(publish.dtype, Ranks().device),
+        [("weight", torch.nn.Parameter(torch.zeros(1000)))], wire_dtype=wire_dtype(publish.dtype, Ranks().device),
         bucket_bytes=publish.bucket_bytes, shm=None, ranks=Ranks(rank=1),
     ).layout
 

@@ -118,9 +118,10 @@ def test_failed_episodes_are_a_row_of_their_own_and_no_recovery(make_run):
     rows = read_metrics(make_run() / "metrics.jsonl")
     known = {"run_id": "r", "max_lag_bound": 3, "device": "cpu", "dtype": "float32", "seed": 1}
     clean = dict(summarize(rows, **known, num_leases_reissued=5).headline())
-    failed = dict(summarize(rows, **known, num_leases_reissued=308, num_leases_retried=306,
-        num_episodes_failed=473, num_groups_leased=50,
-                            first_failure="task mine: ValueError: no").headline())
+    failed = dict(summarize(
+        rows, **known, num_leases_reissued=308, num_leases_retried=306, num_episodes_failed=473, num_groups_leased=50,
+        first_failure="task mine: ValueError: no",
+    ).headline())
 
     assert "failures" not in clean and clean["recovered"].startswith("5 leases reissued")
     assert failed["failures"] == "473 episodes failed: task mine: ValueError: no"
