@@ -142,7 +142,8 @@ def test_a_prompt_may_be_a_list_of_messages(record):
         ({"prompt": {"role": "user", "content": "x"}}, "(dict)"),
         ({"prompt": ["x"]}, "record['prompt'], message 1 is 'x' (str)"),
         ({"messages": [{"role": "user"}]}, "record['messages'], message 1 is {'role': 'user'} (dict)"),
-        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "message 1 has {'type': 'text'} (dict) in its content: text only"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]},
+         "message 1 has {'type': 'text'} (dict) in its content: text only"),
     ],
 )
 def test_a_prompt_of_another_type_is_refused_by_name(record, said):
