@@ -109,7 +109,7 @@ def make(folder: Path, *words: str, command: str) -> tuple[Path, Path]:
     (run_dir / "run_id").write_text("theirs")
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     (run_dir / "evaluations.jsonl").write_text('{"dataset": "", "version": 1, "score": 0.5}\n')
-    for name, content in (("config.json", b"{}"), ("model.safetensors", b"")):
+    for name, content in (("config.json", b"{}"), ("model.safetensors", (2).to_bytes(8, "little") + b"{}")):
         (run_dir / "model" / name).write_bytes(content)
     log = LogWriter(run_dir)
     log.append(RunStarted("theirs", 1, 1, 0, json.dumps(settings), {"ranks": "1"}))
@@ -182,7 +182,7 @@ def test_a_command_that_reads_a_run_uses_none_of_its_settings(command, words, ki
     assert code in (0, 1, 2), said
 
 
-@pytest.mark.parametrize("words", [["replay", "RUN"], ["eval", "RUN"]])
+@pytest.mark.parametrize("words", [["launch", "RUN/config.yaml"], ["eval", "RUN"]])
 def test_what_the_words_name_is_used(words, theirs, tmp_path):
     folder = tmp_path / "other"
     mark = folder / "mark"
@@ -193,8 +193,8 @@ def test_what_the_words_name_is_used(words, theirs, tmp_path):
     refused, said = trusted.does(words[0], words[1:])
     assert refused == 2 and not mark.exists(), said
 
-    trusted.does(words[0], [*words[1:], 'actors.allow=["evil:run"]'])
-    assert mark.read_text() == "ran"
+    _, said = trusted.does(words[0], [*words[1:], 'actors.allow=["evil:run"]'])
+    assert mark.exists() and mark.read_text() == "ran", said
 
 
 def test_a_command_that_is_no_start_of_a_run_is_not_repeated(theirs, tmp_path):
