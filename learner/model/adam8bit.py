@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from learner.checkpoint.shards import local_box
 from learner.ranks.mesh import local_part, placed_as
+from streamrl.errors import CheckpointError
 
 PER_OCTAVE = 12
 """Codes from a number to its double: neighbors are 6 % apart."""
@@ -78,11 +79,19 @@ def block_of(shape: Sequence[int]) -> int:
 
 
 def _read(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
-    """This rank's part of a moment, in float32: a copy; zeros before the first step."""
+    """This rank's part of a moment, in float32: a copy; zeros before the first step.
+
+    Raises CheckpointError: what was resumed has the form of an earlier release.
+    """
     if name not in state:
         return torch.zeros_like(like)
     held = local_part(state[name])
     if f"{name}_top" not in state:
+        if held.dtype != torch.float32:
+            raise CheckpointError(
+                "the checkpoint's 8-bit moments have the form of an earlier release: resume with that release, or start a "
+                "new run from the model, policy.model_path=RUN@N"
+            )
         return held.clone()
     top = local_part(state[f"{name}_top"])
     codes = held.unflatten(-1, (top.shape[-1], -1)).float()

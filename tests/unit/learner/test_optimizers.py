@@ -18,7 +18,7 @@ from learner.model.optimizer import OPTIMIZERS, Schedule, allocate_moments, chec
 from learner.model.policy import load_policy
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import CriticConfig, OptimizerConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import CheckpointError, ConfigError
 from tests.unit.learner.test_checkpoint import Training, equal
 
 OWN = "tests.unit.learner.test_optimizers:sign_descent"
@@ -257,6 +257,16 @@ def test_adam8bit_does_a_step_again_to_the_bit():
             optimizer.step()
         assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(layers[0].weight, layers[1].weight)
+
+
+def test_moments_in_the_form_of_an_earlier_release_are_refused():
+    layer = torch.nn.Linear(64, 8, bias=False)
+    optimizer = make_optimizer(layer, OptimizerConfig(name="adam8bit"))
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.state[layer.weight] = {"step": torch.ones(()), "exp_avg": torch.ones(8, 64, dtype=torch.uint8),
+                                     "exp_avg_scale": torch.ones(8, 1)}
+    with pytest.raises(CheckpointError, match="earlier release: .*policy.model_path=RUN@N"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("width", [96, 64, 576, 896, 4864, 4096, 2560])
