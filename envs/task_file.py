@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import blake2b
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,10 +94,11 @@ def refuse_unknown(options: Mapping[str, Any], known: list[str], name: str) -> N
 def _run(file: Path) -> ModuleType:
     name = f"{file.stem}_{blake2b(str(file).encode(), digest_size=4).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
+    if spec is None or not isinstance(spec.loader, SourceFileLoader):
         raise TaskError(
             f"env.path={str(file)!r} is not a Python file: its name must end in .py (records are given with data.path)."
         )
+    spec.loader = _Source(name, str(file))
     module = importlib.util.module_from_spec(spec)
     # Dataclasses in the file look their module up here while it runs.
     sys.modules[name] = module
@@ -113,6 +115,13 @@ def _run(file: Path) -> ModuleType:
         if is_new:
             sys.path.remove(str(file.parent))
     return module
+
+
+class _Source(SourceFileLoader):
+    """Runs a file by its text: what lies in `__pycache__` beside it is neither signed nor what a person has read."""
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        raise OSError(path)  # without them no bytecode is read or written
 
 
 def _find_factory(module: ModuleType, file: Path) -> Callable[..., Any]:

@@ -39,9 +39,9 @@ class RewardScorer:
         if Path(path).is_dir():
             check_folder(path, said=f"reward.model.path={path}")
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path)
+            self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             self._model, found = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype=dtype, output_loading_info=True
+                path, dtype=dtype, output_loading_info=True, trust_remote_code=False
             )
         except (OSError, ValueError, ImportError) as error:
             raise StreamrlError(

@@ -58,11 +58,11 @@ def warm_start(
         stop_at: held-out greedy exact match to end with; 1.0 leaves the second phase out.
         num_threads: of torch, for the time of this call.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
     threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, trust_remote_code=False)
         trainer = WarmStartTrainer(model, tokenizer, dialogues, batch_size, progress)
         steps, loss = trainer.fit(num_steps, lr)
         error_steps = trainer.inject_errors(lr * ERROR_LR_SCALE, stop_at, random.Random(seed))

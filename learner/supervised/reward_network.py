@@ -89,7 +89,8 @@ def export_reward_model(
             raise ConfigError(f"the reward model lacks {', '.join(empty[:3])}: take a model of another architecture")
         model.config.pad_token_id = padding
         model.save_pretrained(out_dir, state_dict=weights)
-        AutoTokenizer.from_pretrained(model_dir, local_files_only=True).save_pretrained(out_dir)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        tokenizer.save_pretrained(out_dir)
         set_chat_template(out_dir, chat_template)
     ranks.barrier()
     return out_dir

@@ -132,7 +132,8 @@ def _check_told(words: Sequence[str], whose: str) -> None:
             f"{whose} is not signed as a run of yours, and {odd!r} there is no setting of a run: give the command "
             "yourself, with run.dir=DIRECTORY checkpoint.resume=true"
         )
-    refuse_references(words, whose=f"the settings in {whose}")
+    # Also as they are parsed: in a word of a command, backslashes may hide one from a look at its text.
+    refuse_references([*words, *map(_nested, words)], whose=f"the settings in {whose}")
 
 
 def _loaded(overrides: list[str], notify: Callable[[str], None], *, whole: bool = True) -> Config:

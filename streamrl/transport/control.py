@@ -93,7 +93,7 @@ def is_running(noted: Mapping[str, Any]) -> bool:
         return True  # elsewhere: not to be known here
     try:
         state = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[0] if pid else "X"
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, OverflowError):  # also of a note that somebody has edited
         return False
     return state not in "ZX"
 

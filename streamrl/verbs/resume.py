@@ -46,7 +46,11 @@ def command_of(run: NamedRun, changes: list[str]) -> list[str]:
     """
     if run.has_launcher or run.has_hub or has_learner(run.path):
         raise ControlError(f"{run.name} is running: see streamrl status {run.path}")
-    words = next((shlex.split(str(one.get("command", ""))) for one in reversed(starts_of(run.path))), [])
+    line = next((str(one.get("command", "")) for one in reversed(starts_of(run.path))), "")
+    try:
+        words = shlex.split(line)
+    except ValueError:  # a quote that is not closed: somebody has edited it
+        words = []
     if len(words) < 2:
         raise ControlError(f"{run.path}/run.json does not say how the run was started: repeat that command with "
                            f"run.dir={run.path} checkpoint.resume=true")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -96,6 +97,9 @@ def test_nothing_reads_the_wall_clock_or_runs_foreign_code():
                 assert node.attr not in ("recv_pyobj", "send_pyobj", "all_gather_object", "broadcast_object_list"), path
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec") or path in IN_SANDBOX, f"{path}:{node.lineno}"
+            if isinstance(node, ast.Call) and re.fullmatch(r"Auto\w+\.from_pretrained", ast.unparse(node.func)):
+                # Without the word a terminal is asked whether the model's own code may run.
+                assert "trust_remote_code" in [word.arg for word in node.keywords], f"{path}:{node.lineno}"
             if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle"):
                 assert isinstance(node.value, ast.Constant) and node.value.value is False, f"{path}:{node.lineno}"
 

@@ -68,7 +68,9 @@ def check_teacher(path: str | Path, model_dir: Path, *, temperature: float = 1.0
 
     model_config(path, setting=SETTING)
     check_folder(path, said=f"{SETTING}={path}")
-    mine, theirs = (AutoTokenizer.from_pretrained(str(folder)).get_vocab() for folder in (model_dir, path))
+    mine, theirs = (
+        AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False).get_vocab() for folder in (model_dir, path)
+    )
     different = [token for token, number in mine.items() if theirs.get(token) != number]
     if not different:
         return

@@ -96,7 +96,7 @@ class RemoteTeacher(FrozenPolicy):
     def _check_tokenizer(self, model_dir: Path) -> None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
+        tokenizer = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=False)
         text = PROBE + "".join(tokenizer.all_special_tokens)
         payload = {"model": self._model, "prompt": text, "add_special_tokens": False}
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import yaml
 import streamrl
 from streamrl.config.load import load_config, load_run_config, run_settings, settings, to_plain, to_yaml
 from streamrl.config.schema import Config
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, ControlError
 from streamrl.named_code import ALWAYS, DATA_ONLY, OPTIONS, is_name, is_own, named_code, sign
 from streamrl.run_dirs import note_start
 from streamrl.verbs.resume import command_of
@@ -168,6 +170,24 @@ def test_a_resumed_run_takes_its_own_words_and_no_others(run_dir, tmp_path, monk
         streamrl.resume(str(run_dir))
     assert "env.path=mine.py" in command_of(find_run(str(run_dir)), ["env.path=mine.py"])
     assert "env.path=task.py" in command_of(find_run(str(run_dir)), ["actors.allow=[task.py]"])
+
+
+@pytest.mark.parametrize("word", [
+    r"env.name=$\{data.system_prompt\}", r"env.name=str($\{data.system_prompt\})", r"data.answer_key=$\{oc.env\:HOME\}",
+    r"env.tools=[$\{data.system_prompt\}]", r"reward.weights={$\{data.system_prompt\}: 1.0}",
+    "env.name=${data.system_prompt}",
+])
+def test_no_reference_of_a_command_is_hidden_by_backslashes(word, run_dir):
+    command = ["streamrl", "launch", "experiment=quickstart", "data.system_prompt='evil:run'", word]
+    (run_dir / "run.json").write_text(json.dumps({"starts": [{"command": shlex.join(command)}]}))
+    with pytest.raises(ConfigError, match=r"hold the reference .*\$\{"):
+        command_of(find_run(str(run_dir)), [])
+
+
+def test_a_command_that_cannot_be_read_says_what_to_do(run_dir):
+    (run_dir / "run.json").write_text(json.dumps({"starts": [{"command": "streamrl launch 'x"}]}))
+    with pytest.raises(ControlError, match="does not say how the run was started"):
+        command_of(find_run(str(run_dir)), [])
 
 
 def test_settings_that_are_only_read_are_not_refused_and_nothing_of_them_is_resolved(run_dir, monkeypatch):

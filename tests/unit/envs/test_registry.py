@@ -1,5 +1,7 @@
 """From a name, a module path or a file to a task; every failure says what was found and what to do."""
 
+import importlib.util
+import py_compile
 import sys
 import textwrap
 
@@ -105,6 +107,15 @@ def test_two_functions_in_a_file_are_a_task(write):
     assert (task.name, task.num_records("train"), task.num_records("test")) == ("my_task", 7, 200)
     assert messages[0].content == "train 3"
     assert env.step("train 3") == Step(reward=1.0)
+
+
+def test_a_file_is_run_by_its_text_and_not_by_bytecode_beside_it(write, tmp_path):
+    path = write(PAIR + "\n    num_train = 7\n")
+    other = tmp_path / "other.py"
+    other.write_text(textwrap.dedent(PAIR) + "\nnum_train = 9\n")
+    never_compared = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(other), importlib.util.cache_from_source(path), invalidation_mode=never_compared)
+    assert load_task("", path=path).num_records("train") == 7
 
 
 def test_the_functions_target_and_messages_are_taken_up(write):

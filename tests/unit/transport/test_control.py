@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from streamrl.errors import ControlError
-from streamrl.transport.control import FOLDER_PREFIX, ControlServer, ask, note
+from streamrl.transport.control import FOLDER_PREFIX, ControlServer, ask, is_running, note
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -120,3 +120,8 @@ def test_the_next_start_sweeps_the_folders_of_dead_processes_and_no_others(serve
     foreign.rmdir()
     children[1].communicate(timeout=30)
 
+
+
+@pytest.mark.parametrize("pid", [[1], {"a": 1}, 1e400, "x", None, True, -1, "../self"])
+def test_a_note_that_somebody_has_edited_names_no_process_that_runs(pid):
+    assert is_running(note("")) and is_running({**note(""), "pid": pid}) == (pid is True)
