@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ Text = Callable[[Sequence[int]], str]
 
 
 def export(groups: Iterable[LoggedGroup], out: Path, *, run_id: str, model: str, text: Text | None) -> int:
-    """Write every answer of the groups, and return their number.
+    """Write every answer of the groups, and return their number; without one nothing is written.
 
     Args:
         out: FILE.parquet, FILE.json (a list of trajectories), or a folder that gets a file for each trajectory.
@@ -41,15 +41,16 @@ def export(groups: Iterable[LoggedGroup], out: Path, *, run_id: str, model: str,
     Raises:
         ControlError: another kind of file, or a library is missing.
     """
-    answers = ((group, member) for group in groups for member in group.members)
+    if out.suffix not in (".parquet", ".json", ""):
+        raise ControlError(f"--export {out}: give FILE.parquet, FILE.json, or a folder for one file a trajectory")
+    found = ((group, member) for group in groups for member in group.members)
+    if (first := next(found, None)) is None:
+        return 0
+    answers = chain([first], found)
     if out.suffix == ".parquet":
         return _parquet((row(group, member, text) for group, member in answers), out)
     documents = (trajectory(group, member, run_id=run_id, model=model, text=text) for group, member in answers)
-    if out.suffix == ".json":
-        return _list(documents, out)
-    if out.suffix:
-        raise ControlError(f"--export {out}: give FILE.parquet, FILE.json, or a folder for one file a trajectory")
-    return _files(documents, out)
+    return _list(documents, out) if out.suffix else _files(documents, out)
 
 
 def row(group: LoggedGroup, member: Member, text: Text | None) -> dict[str, Any]:
@@ -229,7 +230,7 @@ def _list(documents: Iterable[dict[str, Any]], out: Path) -> int:
     with _draft(out) as draft, draft.open("w", encoding="utf-8") as file:
         for num, one in enumerate(documents, start=1):
             file.write(f"{'[' if num == 1 else ','}\n{json.dumps(one)}")
-        file.write("\n]\n" if num else "[]\n")
+        file.write("\n]\n")
     return num
 
 

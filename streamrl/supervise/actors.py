@@ -101,7 +101,7 @@ class ActorPool:
                 what = f"has died and is started again in {max(0.0, actor.restart_at - now):.1f} s"
             else:
                 what = (f"runs for {now - actor.started_at:.0f} s as process {actor.process.pid} and is not connected: "
-                        f"it loads, or cannot reach the hub (see {actor.log_path})")
+                        f"it loads its libraries, or cannot reach the hub (see {actor.log_path})")
             told.append((actor.name, what))
         return told + [(one.child.name, "is leaving") for one in self._leaving]
 

@@ -177,7 +177,8 @@ def _export(run_dir: Path, wanted: Wanted, out: Path) -> int:
         model=_model_of(start), text=text,
     )
     if not num:
-        print("no answer is what was asked for", file=sys.stderr)
+        print("no answers match; nothing written", file=sys.stderr)
+        return NOTHING
     print(f"{num} answers in {out}")
     return 0
 

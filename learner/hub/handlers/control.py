@@ -96,5 +96,6 @@ def _actor(hub: HubContext, actor: Connection, now: float) -> str:
         return f"is a relay: it passes weights on, has version {actor.version}"
     if actor.state == "quarantined":
         return f"gets no leases: its version {actor.version} does not score as the learner does (quarantined)"
-    does = hub.ledger.what_it_does(actor.actor_id, now)
+    loads = "up_s" not in actor.stats  # which heartbeats have once all parts of the actor are made
+    does = hub.ledger.what_it_does(actor.actor_id, now, loads=loads)
     return f"{does}; version {actor.version}, {actor.tokens_per_s:.0f} tokens/s"

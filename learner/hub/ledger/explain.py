@@ -55,8 +55,8 @@ class Explanations(Part):
         more = f" and {len(actors) - 4} more actors" if len(actors) > 4 else ""
         return f"learner is at {self.versions.ref}; " + ", ".join(names) + more
 
-    def what_it_does(self, actor_id: str, now: float) -> str:
-        """Say what an actor works on, or what it waits for."""
+    def what_it_does(self, actor_id: str, now: float, *, loads: bool = False) -> str:
+        """Say what an actor works on, or what it waits for; `loads`: its heartbeats show no engine yet."""
         actor = self.actors.get(actor_id)
         if actor is None:
             return "waits to join again: the hub gave its leases to others"
@@ -68,7 +68,7 @@ class Explanations(Part):
             oldest = min(lease.granted_at for _, lease in actor.open_leases())
             return f"generates {work}, the oldest for {now - oldest:.1f} s"
         if actor.installed is None:
-            return "waits for weights: it has no usable version yet"
+            return "loads its task and its engine" if loads else "waits for weights: it has no usable version yet"
         return f"waits for {self._why_none(actor)}"
 
     def _why_none(self, actor: Actor) -> str:

@@ -99,9 +99,9 @@ class Ledger(Tables):
         """Say what the next batch waits for, in a sentence for a person."""
         return self._explanations.why_waiting(now)
 
-    def what_it_does(self, actor_id: str, now: float) -> str:
+    def what_it_does(self, actor_id: str, now: float, *, loads: bool = False) -> str:
         """Say what an actor works on, or what it waits for."""
-        return self._explanations.what_it_does(actor_id, now)
+        return self._explanations.what_it_does(actor_id, now, loads=loads)
 
     # --- durability ---------------------------------------------------------------------------------------------------
 

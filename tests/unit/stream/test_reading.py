@@ -114,6 +114,12 @@ def test_parquet_has_a_row_for_each_answer(run_dir, capsys):
     assert "no tokenizer is at hand" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("out", ["new/out.parquet", "new/out.json", "new"])
+def test_an_export_that_nothing_matches_writes_nothing(out, run_dir, capsys):
+    assert stream([str(run_dir), "--actor", "actor-9", "--export", str(run_dir / out)]) == 1
+    assert not (run_dir / "new").exists() and "no answers match; nothing written\n" in capsys.readouterr().err
+
+
 def test_options_that_nothing_matches_say_what_there_is(run_dir, capsys):
     assert stream([str(run_dir), "--reward", "0.9"]) == 1
     assert capsys.readouterr().err == (

@@ -48,10 +48,15 @@ def until(condition, what: str):
 
 
 def serving(peer: Peer, hub: LiveHub, *, free: int) -> None:
-    peer.send(ActorHeartbeat(
-        incarnation=11, beat=1, state=ActorState.RUNNING, free=free, running=0, installed=VersionRef(1, 0),
-        tokens_total=0, stuck=(), outbox_groups=0, outbox_bytes=0, max_leases=4, root=hub.manifest.root,
-    ))
+    peer.send(heartbeat(hub, free=free))
+
+
+def heartbeat(hub: LiveHub, **other) -> ActorHeartbeat:
+    return ActorHeartbeat(**{
+        "incarnation": 11, "beat": 1, "state": ActorState.RUNNING, "free": 0, "running": 0,
+        "installed": VersionRef(1, 0), "tokens_total": 0, "stuck": (), "outbox_groups": 0, "outbox_bytes": 0,
+        "max_leases": 4, "root": hub.manifest.root, **other,
+    })
 
 
 def test_every_process_says_what_it_does_or_waits_for(hub):
@@ -63,7 +68,9 @@ def test_every_process_says_what_it_does_or_waits_for(hub):
         peer, idle = hub.connect(), hub.connect()
         peer.join("a2")
         idle.join("a10")
-        assert told(hub)["a2"].startswith("waits for weights: it has no usable version yet")
+        assert told(hub)["a2"].startswith("loads its task and its engine")
+        peer.send(heartbeat(hub, installed=None, stats={"up_s": 1.0}))
+        until(lambda: told(hub)["a2"].startswith("waits for weights: it has no usable version yet"), "its engine")
         serving(peer, hub, free=1)
         peer.receive(Leases)
         serving(idle, hub, free=0)
