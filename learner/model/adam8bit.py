@@ -89,8 +89,8 @@ def _read(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
     if f"{name}_top" not in state:
         if held.dtype != torch.float32:
             raise CheckpointError(
-                "the checkpoint's 8-bit moments have the form of an earlier release: resume with that release, or start a "
-                "new run from the model, policy.model_path=RUN@N"
+                "the checkpoint's 8-bit moments have the form of an earlier release: resume with that release, or "
+                "start a new run from the model, policy.model_path=RUN@N"
             )
         return held.clone()
     top = local_part(state[f"{name}_top"])
