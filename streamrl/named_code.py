@@ -229,9 +229,14 @@ def _key() -> bytes:
         draft = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
             out.write(secrets.token_bytes(32))
-        with suppress(FileExistsError):  # another process was first: all take its key
+        try:
             os.link(draft, file)
-        draft.unlink()
+        except FileExistsError:  # another process was first: all take its key
+            pass
+        except OSError:  # a file system without hard links
+            os.replace(draft, file)
+        finally:
+            draft.unlink(missing_ok=True)
     with file.open("rb") as opened:
         about = os.fstat(opened.fileno())
         content = opened.read()

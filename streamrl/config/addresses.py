@@ -85,6 +85,8 @@ def environment_without_keys() -> dict[str, str]:
 def reach_directly(url: str) -> None:
     """Let this process and those that it starts reach the host of a URL, and loopback, past any proxy of HTTP."""
     hosts = [host for host in (urlsplit(url).hostname, "127.0.0.1", "localhost", "::1") if host]
-    for name in ("NO_PROXY", "no_proxy"):  # libraries read one of them or the other
-        known = [one for one in os.environ.get(name, "").split(",") if one.strip()]
-        os.environ[name] = ",".join([*known, *(host for host in dict.fromkeys(hosts) if host not in known)])
+    upper, lower = os.environ.get("NO_PROXY", ""), os.environ.get("no_proxy", "")
+    for name, value in {"NO_PROXY": upper or lower, "no_proxy": lower or upper}.items():  # libraries read either
+        known = [one.strip() for one in value.split(",") if one.strip()]
+        if known != ["*"]:  # no host has a proxy then; many know the star only where it stands alone
+            os.environ[name] = ",".join([*known, *(host for host in dict.fromkeys(hosts) if host not in known)])

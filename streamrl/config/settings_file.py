@@ -63,7 +63,7 @@ def as_words(path: str, values: Mapping[str, Any], typed: Sequence[str]) -> list
     keys = {word.partition("=")[0].lstrip("+~") for word in typed}
     replaced = keys.union(*(REPLACES.get(key, ()) for key in keys))
     own_dir = values.get("run", {}).get("dir") if isinstance(values.get("run"), Mapping) else None
-    if own_dir is not None and Path(path).resolve().parent == Path(os.path.abspath(own_dir)).resolve():
+    if isinstance(own_dir, str) and Path(path).resolve().parent == Path(os.path.abspath(own_dir)).resolve():
         replaced |= {"run.dir", "checkpoint.resume"}
     return [
         f"{key}={literal(value)}" for key, value in leaves(values)

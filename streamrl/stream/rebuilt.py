@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -10,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+
+import msgspec
 
 from streamrl.config.load import load_run_config
 from streamrl.errors import ConfigError
@@ -46,6 +47,15 @@ def require_model(source: str) -> None:
         raise ConfigError(f"{source} holds no config.json: give a run, as runs/NAME, or a Hugging Face checkpoint.")
 
 
+class _Evaluation(msgspec.Struct):
+    version: int
+    dataset: str
+    score: float
+
+
+_EVALUATION = msgspec.json.Decoder(_Evaluation)
+
+
 def best_version(run_dir: Path, dataset: str = "") -> int:
     """The version with the highest score on a set of evaluations, of equals the earliest.
 
@@ -53,8 +63,8 @@ def best_version(run_dir: Path, dataset: str = "") -> int:
     Raises ConfigError: there is no such evaluation.
     """
     scores: dict[int, dict[str, float]] = {}
-    for _, row in read_lines(run_dir / "evaluations.jsonl", json.loads):
-        scores.setdefault(row["version"], {})[row["dataset"]] = row["score"]
+    for _, row in read_lines(run_dir / "evaluations.jsonl", _EVALUATION.decode):
+        scores.setdefault(row.version, {})[row.dataset] = row.score
     known = {name for one in scores.values() for name in one}
     sets = {dataset} if dataset or "" in known else known
     means = {version: fmean(one[name] for name in sets) for version, one in scores.items() if sets <= one.keys()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,11 @@ def contents(run_dir: Path, *, with_model: bool, with_checkpoints: bool) -> tupl
     files |= {f"evals/{path.name}": path for path in sorted((run_dir / "evals").glob("*.json*"))}
     for folder in _checkpoints(run_dir, history, complete=history.first == 1, every=with_checkpoints):
         files |= {f"{folder.name}/{path.name}": path for path in sorted(folder.iterdir())}
-    config = run_settings(run_dir)
+    config, own = run_settings(run_dir), is_own(run_dir / "config.yaml")
+    if not own:
+        _refuse_links(run_dir, files)
     # What somebody else's settings call the model could be any folder of this machine: it goes along if asked for.
-    model = _start_model(config) if with_model or is_own(run_dir / "config.yaml") else {}
+    model = _start_model(config) if with_model or own else {}
     if with_model and not model and not config.policy.tiny.enabled:
         raise ControlError(f"the starting model {config.policy.model_path} is no folder here: leave out --with-model")
     if with_model or sum(path.stat().st_size for path in model.values()) <= SMALL_BYTES:
@@ -83,6 +85,16 @@ def contents(run_dir: Path, *, with_model: bool, with_checkpoints: bool) -> tupl
         "environment": last.environment, "start_model": {name: sha256_of(path) for name, path in model.items()},
         "inputs": dict(_inputs(config)),
     }
+
+
+def _refuse_links(run_dir: Path, files: Mapping[str, Path]) -> None:
+    """Raise ControlError for a link of somebody else's that would put another file of this machine into the bundle."""
+    for name, path in files.items():
+        if not (target := path.resolve()).is_relative_to(run_dir.resolve()):
+            raise ControlError(
+                f"{run_dir} is not signed as a run of yours, and its {name} is a link to {target}: put the file itself "
+                "there if it may go along"
+            )
 
 
 def _checkpoints(run_dir: Path, history: History, *, complete: bool, every: bool) -> Iterator[Path]:

@@ -101,6 +101,12 @@ def test_a_name_is_found_however_it_is_written(form, read, run_dir):
         read(run_dir)
 
 
+def test_a_directory_that_is_no_text_is_refused(run_dir):
+    (run_dir / "config.yaml").write_text("run: {dir: [1]}")
+    with pytest.raises(ConfigError, match=r"run\.dir"):
+        load_run_config(run_dir)
+
+
 @pytest.mark.parametrize("text", ["hydra: {searchpath: ['pkg://evil']}", "hydra: {run: {dir: x}}"])
 def test_no_run_configures_the_library_that_reads_settings(text, run_dir):
     (run_dir / "config.yaml").write_text(text)
@@ -149,6 +155,16 @@ def test_the_key_is_this_users_alone_and_no_other_signature_counts(run_dir, tmp_
     assert is_own(file)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
     assert not is_own(file)
+
+
+def test_a_key_is_made_where_the_file_system_has_no_hard_links(run_dir, tmp_path, monkeypatch):
+    def link(source, target):
+        raise PermissionError("not supported")
+
+    monkeypatch.setattr("os.link", link)
+    sign(run_dir / "config.yaml")
+    assert is_own(run_dir / "config.yaml")
+    assert [one.name for one in (tmp_path / "state" / "streamrl").iterdir()] == ["signing.key"]
 
 
 def test_where_there_is_no_place_for_a_key_nothing_is_signed(run_dir, tmp_path, monkeypatch):

@@ -12,14 +12,17 @@ from tokenizers.models import WordLevel
 from actors.recorded import main as recorded_main
 from learner.replay.__main__ import main as replay_main
 from learner.replay.what_if import main as what_if_main
+from streamrl.config.load import load_config, to_yaml
 from streamrl.errors import ControlError
 from streamrl.messages import Group, Outcome, PlanRow, ReturnReason, Sampling
 from streamrl.messages.codec import encode
+from streamrl.named_code import sign
 from streamrl.stream.export import export, last_line
 from streamrl.stream.groups import LoggedGroup, Wanted, rows
 from streamrl.stream.history import History
 from streamrl.stream.records import BatchCut, GroupArrived, GroupMoved, RunStarted, StepTaken
 from streamrl.stream.writer import LogWriter
+from streamrl.verbs.bundle import contents
 from streamrl.verbs.stream import stream
 from tests.unit.hub.factories import member
 
@@ -118,6 +121,21 @@ def test_parquet_has_a_row_for_each_answer(run_dir, capsys):
 def test_an_export_that_nothing_matches_writes_nothing(out, run_dir, capsys):
     assert stream([str(run_dir), "--actor", "actor-9", "--export", str(run_dir / out)]) == 1
     assert not (run_dir / "new").exists() and "no answers match; nothing written\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["summary.json", "report.html", "evals/e.json"])
+def test_a_bundle_of_somebody_elses_run_follows_no_link_out_of_it(name, run_dir, tmp_path_factory, monkeypatch):
+    secret = tmp_path_factory.mktemp("home") / "key"
+    monkeypatch.setenv("XDG_STATE_HOME", str(secret.parent))
+    secret.write_text("hunter2")
+    (run_dir / "config.yaml").write_text(to_yaml(load_config(["experiment=quickstart"])))
+    (run_dir / "evals").mkdir()
+    (run_dir / name).symlink_to(secret)
+    with pytest.raises(ControlError, match=f"its {name} is a link to {secret}"):
+        contents(run_dir, with_model=False, with_checkpoints=False)
+
+    sign(run_dir / "config.yaml")
+    assert name in contents(run_dir, with_model=False, with_checkpoints=False)[0]
 
 
 def test_options_that_nothing_matches_say_what_there_is(run_dir, capsys):

@@ -41,6 +41,13 @@ def test_the_best_version_is_that_of_the_own_set_of_a_named_one_or_of_the_mean(r
     assert named_version(f"{run_dir}@{name}") == (run_dir, version)
 
 
+@pytest.mark.parametrize("row", ["[1]", '{"version": 50}', '{"version": "x", "dataset": [], "score": null}', "{"])
+def test_a_line_that_is_no_evaluation_is_left_out(row, run_dir):
+    (run_dir / "evaluations.jsonl").write_text(f"{row}\n")
+    write_evaluations(run_dir, OWN)
+    assert named_version(f"{run_dir}@best") == (run_dir, 10)
+
+
 @pytest.mark.parametrize(("rows", "name", "message"), [
     ([], "best", "@best needs an evaluation, and .* has none: give a version by its number"),
     (SETS, "best:hrad", "needs an evaluation on hrad, and .* has none; it has those of easy, hard: give"),

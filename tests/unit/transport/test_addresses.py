@@ -19,6 +19,7 @@ from actors.settings import make_endpoint
 from envs.rewards.verifier_server import make_server
 from learner.hub_client.endpoint import RankDoor
 from learner.setup.preflight import check_port
+from streamrl.config.addresses import reach_directly
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.transport import sockets
 from streamrl.transport.control import ControlServer, ask, note
@@ -107,3 +108,15 @@ def test_programs_are_verified_at_an_address_of_ipv6():
 def test_an_address_of_another_machine_is_refused_by_name():
     with pytest.raises(ConfigError, match="give an address of this machine"):
         check_port("tcp://[2001:db8::1]:0", "hub.bind")
+
+
+@pytest.mark.parametrize(("upper", "lower", "then"), [
+    ("", "", "10.0.0.7,127.0.0.1,localhost,::1"), ("a.org, b.org", "", "a.org,b.org,10.0.0.7,127.0.0.1,localhost,::1"),
+    ("", "a.org,localhost", "a.org,localhost,10.0.0.7,127.0.0.1,::1"), ("*", "*", "*"),
+])
+def test_hosts_that_no_proxy_is_asked_for_stay_so(upper, lower, then, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", upper)
+    monkeypatch.setenv("no_proxy", lower)
+    reach_directly("http://10.0.0.7:80")
+    reach_directly("http://10.0.0.7:81")
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == then
