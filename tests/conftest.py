@@ -21,6 +21,15 @@ def own_state() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def own_umask() -> Iterator[None]:
+    """A command that a test calls in this process makes files for its owner alone; later tests do not."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `tests/slow.py` lists, and let the records of torch pass to the root logger.
 

@@ -109,14 +109,14 @@ def check_folder(folder: Path | str, *, said: str = "", needs_weights: bool = Tr
 
     Args:
         said: the folder with the setting that names it, for the message.
-        needs_weights: refuse a folder without weights too.
+        needs_weights: refuse a folder with a configuration and without weights too.
     """
     folder = Path(folder)
     said = said or f"policy.model_path={folder}"
     check_adapter(folder, said=said)
     if how := quantization_of(folder):
         raise ConfigError(f"{said} {refusal_of(how)}")
-    if needs_weights and not _has_weights(folder):
+    if needs_weights and (folder / "config.json").is_file() and not _has_weights(folder):
         raise ConfigError(f"{said} holds no weights: give a checkpoint with one of {', '.join(WEIGHT_FILES)}.")
 
 

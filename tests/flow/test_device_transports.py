@@ -149,7 +149,7 @@ class TransportHarness:
     def publish(self) -> int:
         if self.version >= 0:
             with torch.no_grad():
-                for _, parameter in self.hub._publisher._parameters:
+                for _, parameter in self.hub._publisher._tensors:
                     parameter.add_(0.01)
         self.version += 1
         self.hub.publish(self.version, self.model)
@@ -210,7 +210,7 @@ def test_versions_reach_two_actors_by_one_broadcast_each_and_the_epoch_is_reused
     membership = run.hub.server.broadcast.membership
     run.until(lambda: membership.num_broadcasts == 3, "the broadcaster's last report")
     assert (membership.num_formed, membership.num_broadcasts, membership.num_given_up) == (1, 3, 0)
-    live = {name: tensor for name, tensor in run.hub._publisher._parameters}
+    live = {name: tensor for name, tensor in run.hub._publisher._tensors}
     engine = one._worker._runtime.engine
     for name, tensor in engine.live_tensors().items():
         assert torch.equal(tensor, live[name]), name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
@@ -42,7 +41,7 @@ def small_server(model_dir: Path, *, tells: bool = True) -> Iterator[str]:
             self.answer(200, {"data": [{"id": "served"}]})
 
         def do_POST(self) -> None:
-            self.answer(200, told(self.path, json.loads(self.body(1 << 20))))
+            self.answer(200, told(self.path, self.request_json(1 << 20)))
 
     @torch.no_grad()
     def told(path: str, asked: dict[str, Any]) -> dict[str, Any]:
