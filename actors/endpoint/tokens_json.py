@@ -11,7 +11,6 @@ from actors.endpoint.sessions import Session
 from actors.trajectory.chat_form import ChatCompletion
 from streamrl.errors import TaskError
 
-ROUTE = "POST /inference/v1/generate"
 NAMES = {name: name for name in ("max_tokens", "stop", *SAMPLING)}
 
 
