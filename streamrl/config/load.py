@@ -115,14 +115,27 @@ def run_settings(run_dir: str | Path) -> Config:
     return _loaded(words, lambda _: None, whole=False)
 
 
-def check_words(stored: Sequence[str], typed: Sequence[str], whose: str) -> None:
-    """Raise ConfigError for words of a run's own command that this one's words do not allow, as of `streamrl resume`.
+def check_words(stored: Sequence[str], typed: Sequence[str], whose: str) -> list[str]:
+    """The words of a run's own command, as `streamrl resume` repeats it, without those that allow it something.
 
-    A settings file among them counts as the run's, wherever it lies.
+    Raises ConfigError: the typed words do not allow what they name. A settings file among them counts as the run's,
+    wherever it lies.
     """
     told = [one for word in stored for one in (_of_file(word, ()) if is_file(word) else [word])]
     _check_told(told, whose)
     check_stored(map(_nested, told), map(_nested, typed), whose)
+    if any(map(_allows, told)) and any(is_file(word) and not is_of_a_run(Path(word)) for word in stored):
+        raise ConfigError(
+            f"{whose} is not signed as a run of yours, and allows itself code by actors.allow beside a settings file: "
+            "give the command yourself, with run.dir=DIRECTORY checkpoint.resume=true"
+        )
+    return [word for word in stored if not _allows(word)]
+
+
+def _allows(word: str) -> bool:
+    """Whether a word sets `actors.allow`, by its own name or with its section."""
+    actors = _nested(word).get("actors")
+    return isinstance(actors, Mapping) and bool(actors.get("allow"))
 
 
 def _check_told(words: Sequence[str], whose: str) -> None:
@@ -205,7 +218,7 @@ def read_files(words: Sequence[str], *, stored: Path | None = None, as_data: boo
         _check_told(found[file], whose)
         if not as_data and not is_own(Path(file)):
             check_stored(map(_nested, found[file]), map(_nested, named), whose)
-            found[file] = [word for word in found[file] if not word.startswith(ALLOW)]  # it allows nothing itself
+            found[file] = [word for word in found[file] if not _allows(word)]  # it allows nothing itself
     return [*(word for one in found.values() for word in one), *typed]
 
 

@@ -67,5 +67,5 @@ def command_of(run: NamedRun, changes: list[str]) -> list[str]:
         if verb not in VERBS:
             raise ControlError(f"{run.path}/run.json has {verb!r} as the command, and is not signed as a run of yours: "
                                f"give the command yourself, with run.dir={run.path} checkpoint.resume=true")
-        check_words(kept, changes, str(run.path))
+        kept = check_words(kept, changes, str(run.path))
     return [verb, *kept, *changes, f"run.dir={run.path}", "checkpoint.resume=true"]

@@ -14,6 +14,7 @@ import yaml
 import streamrl
 from streamrl.config.load import load_config, load_run_config, run_settings, settings, to_plain, to_yaml
 from streamrl.config.schema import Config
+from streamrl.config.settings_file import literal
 from streamrl.errors import ConfigError, ControlError
 from streamrl.named_code import ALWAYS, DATA_ONLY, OPTIONS, is_name, is_own, named_code, sign
 from streamrl.run_dirs import note_start
@@ -203,6 +204,25 @@ def test_no_reference_of_a_command_is_hidden_by_backslashes(word, run_dir):
 def test_a_command_that_cannot_be_read_says_what_to_do(run_dir):
     (run_dir / "run.json").write_text(json.dumps({"starts": [{"command": "streamrl launch 'x"}]}))
     with pytest.raises(ControlError, match="does not say how the run was started"):
+        command_of(find_run(str(run_dir)), [])
+
+
+@pytest.mark.parametrize("key", ["actors.allow", "++actors.allow", "actors"])
+def test_no_run_allows_itself_what_another_one_names(key, run_dir):
+    value = {"allow": ["evil:run"]} if key == "actors" else ["evil:run"]
+    (run_dir / "config.yaml").write_text(json.dumps({key: value, "policy": {"model_path": "other-001@1"}}))
+    assert load_run_config(run_dir).actors.allow == []
+
+    word = f"{key}={literal(value)}"
+    command = ["streamrl", "launch", "experiment=quickstart", word]
+    (run_dir / "run.json").write_text(json.dumps({"starts": [{"command": shlex.join(command)}]}))
+    assert command_of(find_run(str(run_dir)), [])[1:2] == ["experiment=quickstart"]
+    assert "evil" not in " ".join(command_of(find_run(str(run_dir)), []))
+
+    (run_dir / "more.yaml").write_text(json.dumps({key: value}))
+    command = shlex.join(["streamrl", "launch", str(run_dir / "more.yaml")])
+    (run_dir / "run.json").write_text(json.dumps({"starts": [{"command": command}]}))
+    with pytest.raises(ConfigError, match=r"allows itself code by actors\.allow"):
         command_of(find_run(str(run_dir)), [])
 
 
