@@ -139,6 +139,7 @@ SLOW: dict[str, str | dict[str, str]] = {
             "vLLM starts once more",
         "test_closing_ends_those_who_wait_and_leaves_no_process_and_no_folder": "vLLM starts once more",
     },
+    "unit/engines/test_vllm_mixtures.py": "vLLM starts with a mixture",
     "unit/engines/test_vllm_two_ranks.py": "vLLM starts with two ranks",
     "unit/envs/test_hostile_answers.py": {
         "test_no_data_set_runs_an_answer_stalls_on_it_or_pays_for_it": "every hostile answer to every data set",

@@ -53,7 +53,7 @@ class NotBuilt(Exception):
 
 def config_of(model_type: str, **more: Any) -> Any:
     """The family's configuration in its own sizes, as `build_miniature` takes it."""
-    return CONFIG_MAPPING[model_type](**SETTINGS.get(model_type, {}), **more)
+    return CONFIG_MAPPING[model_type](**SETTINGS.get(model_type, {}) | more)
 
 
 def refusal(model_type: str) -> str:
@@ -67,13 +67,18 @@ def refusal(model_type: str) -> str:
     return why_refused(SimpleNamespace(config=config, _can_set_attn_implementation=can_set)) or ""
 
 
-def save_tiny(model_type: str, folder: Path, *, tied: bool, head_dim: int = HEAD_DIM) -> dict[str, int]:
+def save_tiny(
+    model_type: str, folder: Path, *, tied: bool, head_dim: int = HEAD_DIM, mixed_windows: bool = True
+) -> dict[str, int]:
     """Write a tiny checkpoint, whose saved buffers are not their first values; how many tensors of which kind it has.
+
+    Qwen models have a window in one layer of two, or with `mixed_windows=False` in none, as they come.
 
     Raises NotBuilt.
     """
     try:
-        config = config_of(model_type, tie_word_embeddings=tied)
+        windows = {} if mixed_windows or SETTINGS.get(model_type) is not _WINDOW else {"use_sliding_window": False}
+        config = config_of(model_type, tie_word_embeddings=tied, **windows)
         config.get_text_config(decoder=True).tie_word_embeddings = tied
         model = build_miniature(config, seed=1, head_dim=head_dim)
     except Exception as error:  # foreign code on sizes that it never saw

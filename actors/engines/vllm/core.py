@@ -27,12 +27,16 @@ _STAGED_CHECK_S = 0.02
 
 
 class Core:
-    """One AsyncLLM at a time, each with the same `arguments` of AsyncEngineArgs and `num_threads` on a CPU."""
+    """One AsyncLLM at a time, each with the same `arguments` of AsyncEngineArgs and `num_threads` on a CPU.
+
+    `tied` names the copies that documents leave out, each with the name that its values come under.
+    """
 
     def __init__(
-        self, group: EngineProcessGroup, arguments: Mapping[str, Any], device: str, num_threads: int | None
+        self, group: EngineProcessGroup, arguments: Mapping[str, Any], device: str, num_threads: int | None,
+        tied: Mapping[str, str],
     ) -> None:
-        self.group, self._arguments = group, dict(arguments)
+        self.group, self._arguments, self._tied = group, dict(arguments), dict(tied)
         self._device, self._num_threads = device, num_threads
         self.llm: Any = None
         self.num_bytes_staged = self._seen_bytes = 0  # of all documents, and of the one under way
@@ -101,7 +105,7 @@ class Core:
         """Load a version into a paused core, on every rank; then label, then resume. On any failure it stays paused."""
         if not self.alive:
             raise EngineError("vLLM's core is dead")
-        await self.call(self.llm.collective_rpc("streamrl_load", args=(staged.path, staged.entries)))
+        await self.call(self.llm.collective_rpc("streamrl_load", args=(staged.path, staged.entries, self._tied)))
         await self.label_and_resume(ref)
 
     async def label_and_resume(self, ref: VersionRef) -> None:

@@ -101,7 +101,8 @@ class VllmEngine:
         arguments |= {
             **self._more_arguments(), "model": self._model_folder(group, arguments), "max_logprobs": self.vocab_size,
         }
-        self._core = Core(group, arguments, spec.device, spec.num_threads)
+        tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+        self._core = Core(group, arguments, spec.device, spec.num_threads, tied)
         self._start_empty()
         self._served: tuple[Mapping[str, Any], VersionRef] | None = None  # what a restarted core gets back
         self._exchange = asyncio.Lock()  # an install or a restart

@@ -33,6 +33,7 @@ OURS = frozenset({
 })
 """Engine arguments that follow from other settings, or that streamrl cannot do without."""
 
+_ONE_WINDOW = frozenset({"qwen2", "qwen2_moe", "qwen3"})
 _ALIGNMENT = 64
 _BLOCK_TOKENS = 128  # vLLM's cache block on a CPU
 
@@ -66,7 +67,7 @@ def engine_arguments(
 
 
 def check_model(config: Any, device: str) -> None:
-    """Raise EngineError for what vLLM would refuse much later: no architecture, or heads too small for a CPU."""
+    """Raise EngineError for what vLLM would refuse much later or compute incorrectly."""
     if not config.architectures:
         raise EngineError("the model's config.json names no `architectures`, and vLLM finds its code by them")
     text = config.get_text_config()
@@ -74,6 +75,16 @@ def check_model(config: Any, device: str) -> None:
         raise EngineError(
             "vLLM scales the rotary frequencies of dynamic NTK for its longest context in every sequence, the learner "
             "only beyond the original length: take actors.engine=native, or another rope_type in config.json"
+        )
+    if text.model_type in _ONE_WINDOW and len(set(getattr(text, "layer_types", None) or ())) > 1:
+        raise EngineError(
+            f"vLLM has no {text.model_type} with a window in some layers alone: take actors.engine=native, or set "
+            "use_sliding_window to false in config.json"
+        )
+    if device == "cpu" and getattr(text, "kv_lora_rank", None):
+        raise EngineError(
+            f"vLLM on a CPU does not compute the latent attention of {text.model_type} as the learner does: take "
+            "actors.engine=native"
         )
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if device == "cpu" and head < SMALLEST_VLLM_CPU_HEAD:

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,8 +107,11 @@ class DocumentLoader:
         staging = self.streamrl_staging
         return (staging.nbytes, staging.done) if staging is not None else (0, True)
 
-    def streamrl_load(self, path: str, entries: Sequence[Entry]) -> float:
+    def streamrl_load(self, path: str, entries: Sequence[Entry], tied: Mapping[str, str]) -> float:
         """Load a complete document, layer by layer, through the fusing and packing of a first load; seconds it took.
+
+        Args:
+            tied: name of a tied copy, which documents leave out -> the name that its values come under.
 
         Raises:
             RuntimeError: tensors of the model got nothing; ValueError and others from vLLM's loaders. The model is
@@ -121,12 +124,17 @@ class DocumentLoader:
         staging, self.streamrl_staging = self.streamrl_staging, None
         staged = staging is not None and staging.path == path
         model = self.model_runner.get_model()
-        # Before the reload begins: it puts place-holders where the model's tensors were.
+        # Before the reload begins: it puts place-holders where the model's tensors were, two of them for a tied one.
         wanted = {name for name, _ in model.named_parameters()}
+        _forget_kernels(model)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             initialize_layerwise_reload(model)
+            # Without what vLLM computes from loaded weights, such as the halves of a latent attention's projection.
+            wanted &= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            tensors = staging.tensors() if staged else mapped_tensors(path, entries)
+            own = {copy: source for copy, source in tied.items() if copy in wanted}
             try:
-                loaded = model.load_weights(staging.tensors() if staged else mapped_tensors(path, entries))
+                loaded = model.load_weights(with_copies(tensors, own))
             finally:
                 # After a failure too: it restores the layers not reached, so that another document can follow.
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
@@ -137,6 +145,32 @@ class DocumentLoader:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the label and the next pass follow
         return time.perf_counter() - began
+
+
+def with_copies(
+    tensors: Iterable[tuple[str, torch.Tensor]], copies: Mapping[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, and after them those that are tied in the files while vLLM's model holds both (DeepSeek)."""
+    held = {}
+    for name, tensor in tensors:
+        if name in copies.values():
+            held[name] = tensor
+        yield name, tensor
+    for copy, source in copies.items():
+        if source in held:
+            yield copy, held[source]
+
+
+def _forget_kernels(model: Any) -> None:
+    """Let a mixture's experts be packed once more, with the next weights.
+
+    On a CPU vLLM packs them when it makes their kernel. A reload that finds a kernel leaves them as they come, which
+    that kernel misreads. On a GPU nothing is packed there, and captured graphs need the kernel that they know.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
+            method.moe_kernel = None
 
 
 def _pack_tied(model: Any, loaded: set[str]) -> None:

@@ -37,12 +37,13 @@ from actors.engines.vllm.process import (
     StagedDocument,
     cache_bytes,
     check_argument_names,
+    check_model,
     engine_arguments,
     environment,
     kv_bytes_per_token,
 )
 from actors.engines.vllm.reaper import MARK, group_pids
-from actors.engines.vllm.worker import Staging, mapped_tensors
+from actors.engines.vllm.worker import Staging, mapped_tensors, with_copies
 from streamrl.architectures.miniature import build_miniature
 from streamrl.config.devices import NUM_MORE_CANDIDATES
 from streamrl.errors import EngineError, RequestError
@@ -296,3 +297,30 @@ def test_vllm_gets_tensors_by_the_names_of_the_models_files(model_type, tmp_path
     files = load_file(tmp_path / "model.safetensors")
     assert given.keys() == files.keys() and all(torch.equal(given[name], tensor) for name, tensor in files.items())
     assert (given is published) == (model_type == "llama")
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "longcat_flash"])
+def test_latent_attention_is_refused_by_name_on_a_cpu_alone(model_type):
+    config = CONFIG_MAPPING[model_type](architectures=["SomeForCausalLM"])
+    with pytest.raises(EngineError, match=f"latent attention of {model_type} .*actors.engine=native"):
+        check_model(config, "cpu")
+    check_model(config, "cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3"])
+def test_windows_in_some_layers_are_refused_where_vllm_has_none_of_the_kind(model_type, device):
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    make = CONFIG_MAPPING[model_type]
+    with pytest.raises(EngineError, match=f"no {model_type} with a window in some layers .*use_sliding_window"):
+        check_model(make(architectures=["SomeForCausalLM"], **windows), device)
+    check_model(make(architectures=["SomeForCausalLM"]), device)
+
+
+def test_a_tied_tensor_comes_once_more_at_the_end_where_vllm_holds_both():
+    tensors = {"embed.weight": torch.randn(3), "norm.weight": torch.randn(2)}
+
+    given = list(with_copies(tensors.items(), {"head.weight": "embed.weight", "other.weight": "nowhere.weight"}))
+
+    assert [name for name, _ in given] == ["embed.weight", "norm.weight", "head.weight"]
+    assert given[2][1] is tensors["embed.weight"] and list(with_copies(tensors.items(), {})) == list(tensors.items())
