@@ -299,10 +299,12 @@ def test_vllm_gets_tensors_by_the_names_of_the_models_files(model_type, tmp_path
     assert (given is published) == (model_type == "llama")
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "longcat_flash"])
-def test_latent_attention_is_refused_by_name_on_a_cpu_alone(model_type):
+@pytest.mark.parametrize("model_type", [
+    "deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "longcat_flash", "cohere2", "gpt_oss",
+])
+def test_what_vllm_computes_otherwise_on_a_cpu_is_refused_by_name_there_alone(model_type):
     config = CONFIG_MAPPING[model_type](architectures=["SomeForCausalLM"])
-    with pytest.raises(EngineError, match=f"latent attention of {model_type} .*actors.engine=native"):
+    with pytest.raises(EngineError, match=f"compute {model_type} as .*actors.engine=native"):
         check_model(config, "cpu")
     check_model(config, "cuda")
 
