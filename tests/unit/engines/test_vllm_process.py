@@ -300,7 +300,7 @@ def test_vllm_gets_tensors_by_the_names_of_the_models_files(model_type, tmp_path
 
 
 @pytest.mark.parametrize("model_type", [
-    "deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "longcat_flash", "cohere2", "gpt_oss",
+    "deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "longcat_flash", "cohere2", "ernie4_5_moe", "gpt_oss",
 ])
 def test_what_vllm_computes_otherwise_on_a_cpu_is_refused_by_name_there_alone(model_type):
     config = CONFIG_MAPPING[model_type](architectures=["SomeForCausalLM"])
