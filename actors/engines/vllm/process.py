@@ -35,7 +35,7 @@ OURS = frozenset({
 
 _ONE_WINDOW = frozenset({"qwen2", "qwen2_moe", "qwen3"})
 _OTHERWISE_ON_A_CPU = frozenset({"cohere2", "ernie4_5_moe", "gpt_oss"})
-"""Beside latent attention: measured with tiny models, `bench.families`. A reload never reaches the experts of gpt_oss."""
+"""Beside latent attention, as `bench.families` measured; a reload never reaches the experts of gpt_oss."""
 
 _ALIGNMENT = 64
 _BLOCK_TOKENS = 128  # vLLM's cache block on a CPU
