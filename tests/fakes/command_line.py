@@ -10,6 +10,7 @@ import runpy
 import sys
 from typing import NoReturn
 
+from streamrl.cli import main
 from tests.flow.forked_process import module_and_words
 
 
@@ -23,7 +24,5 @@ def become(_path: str, command: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    from streamrl.cli import main  # here: a fork that runs `-m streamrl.cli` itself must not find it imported
-
     os.execv = become  # type: ignore[assignment]
     sys.exit(main())

@@ -71,8 +71,9 @@ def import_programs() -> None:
         for node in ast.walk(ast.parse(main.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module:
                 importlib.import_module(node.module)
-    for program in PROGRAMS:
-        sys.modules.pop(f"{program}.__main__", None)  # one of them imports another
+    for program in PROGRAMS:  # some of them import another
+        is_package = (ROOT / program.replace(".", "/")).is_dir()
+        sys.modules.pop(f"{program}.__main__" if is_package else program, None)
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page of it
 
