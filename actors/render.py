@@ -148,7 +148,7 @@ class Renderer:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def said(self, member: Member) -> str:
-        """What the model and the environment said after the first prompt, marked if it continues a thought."""
+        """The text of model and environment after the first prompt, marked if it continues a thought."""
         read, ids = (unpack_ids(raw).tolist() for raw in (member.prompt_ids, member.token_ids))
         return heard(self.text(ids), self.whole_text(read[-TAIL:]))
 

@@ -137,6 +137,11 @@ def one_sentence(error: Exception) -> str:
     return str(error)
 
 
+def in_one_line(error: Exception) -> str:
+    """The beginning of a library's message, in one line."""
+    return " ".join((one_sentence(error) if isinstance(error, OSError) else str(error) or repr(error)).split())[:400]
+
+
 def describe(error: BaseException) -> str:
     """The error with the innermost place where it happened, in one line."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -15,7 +15,7 @@ _USERS_UMASK = "STREAMRL_USERS_UMASK"
 
 
 def keep_private() -> None:
-    """From now on what this process and its children write is for its owner alone: called where a program begins."""
+    """Make all files that this process and its children write private to their owner; programs begin with it."""
     os.environ.setdefault(_USERS_UMASK, f"{os.umask(PRIVATE):o}")
     os.umask(PRIVATE)
 

@@ -15,7 +15,7 @@ TESTS = Path(__file__).parent
 
 @pytest.fixture(scope="session", autouse=True)
 def own_state() -> Iterator[None]:
-    """What this user's programs keep in the home directory, as the key that signs runs, lies elsewhere in tests."""
+    """A state directory of the tests' own, for example for the key that signs runs: the user's is left alone."""
     with tempfile.TemporaryDirectory(prefix="streamrl-state-") as folder:
         os.environ["XDG_STATE_HOME"] = folder
         yield

@@ -110,7 +110,7 @@ async def object_of(request: web.Request) -> dict[str, Any]:
 
 
 def refused_by_name(read: Callable[..., T], *given: Any) -> T:
-    """What `read` makes of a request; what it cannot read or does not serve is an ApiError."""
+    """Call `read` on a request. Raises ApiError for a request that it cannot read or does not serve."""
     try:
         return read(*given)
     except TaskError as error:

@@ -16,7 +16,7 @@ from actors.endpoint.fields import DEFAULT
 from streamrl.errors import RequestError
 
 MAX_DEPTH = 64
-"""Of nested lists and objects: what follows goes through them by recursion."""
+"""Levels of nested lists and objects: later steps walk them by recursion."""
 MAX_INSIDE = 100_000
 """Lists and objects in a body; a message is two. Each is scanned by the garbage collector many times."""
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # to its end, also where that is missing
@@ -77,7 +77,7 @@ def _check_values(body: dict[str, Any]) -> None:
 
 
 def _refusal(body: dict[str, Any], fields: type[msgspec.Struct], said: str) -> str:
-    """What is wrong where, what was given, and what is allowed."""
+    """The sentence of a refusal: the field, the value given, and what is allowed."""
     match = _PATH.fullmatch(said)
     problem, path = (match[1], (match[2] or "").lstrip(".")) if match else (said, "")
     if not path:
@@ -141,7 +141,7 @@ def table(fields: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:
 
 
 def _metadata(kind: Any) -> Iterator[inspect.Metadata]:
-    """What is said of a type, the outermost last."""
+    """The annotations of a type, the outermost last."""
     for member in kind.types if isinstance(kind, inspect.UnionType) else ():
         yield from _metadata(member)
     if isinstance(kind, inspect.Metadata):

@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from envs.data.chat_template import rendered, template_forms, template_text, text_with_calls
 from streamrl.environment import ChatMessage
-from streamrl.errors import StreamrlError
-from streamrl.weights.model_folder import check_folder, one_line
+from streamrl.errors import StreamrlError, in_one_line
+from streamrl.weights.model_folder import check_folder
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # see streamrl.architectures.attend
 
@@ -45,7 +45,7 @@ class RewardScorer:
             )
         except (OSError, ValueError, ImportError) as error:
             raise StreamrlError(
-                f"reward.model.path={path} cannot be loaded, give a checkpoint with its tokenizer: {one_line(error)}"
+                f"reward.model.path={path} cannot be loaded, give a checkpoint with its tokenizer: {in_one_line(error)}"
             ) from error
         config = self._model.config
         if config.num_labels != 1:

@@ -1,4 +1,4 @@
-"""What is kept of calls that have ended, in bounded memory: the oldest entries go first."""
+"""A store of ended calls in bounded memory: the oldest entries go first."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def in_a_fork(name: str, engine: str) -> dict[str, Any]:
-    """What a fork of this process finds out about the family, in a limited time."""
+    """The result of one family, found by a fork of this process in a limited time."""
     from bench.families.family import examine
 
     folder = Path(tempfile.mkdtemp(prefix="families-"))

@@ -44,7 +44,7 @@ MORE = (
     "bailing_hybrid", "bloom", "cohere", "ernie4_5_moe", "gemma2", "glm4_moe", "gpt_neox", "granite",
     "jamba", "laguna", "llama4_text", "longcat_flash", "minimax_m2", "mistral", "olmo2", "opt", "qwen2", "qwen3_moe",
 )
-"""With `FAST` thirty."""
+"""Families that make thirty together with `FAST`."""
 
 
 class NotBuilt(Exception):

@@ -1,4 +1,4 @@
-"""What is found out about one family: exact, refused at the start by name, failed, or not built."""
+"""The result of one family: exact, refused at the start by name, failed, or not built."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ WORLD = 2
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What both ranks do, with a model that one rank has been through."""
+    """The work of both ranks, on a model that one rank has trained already."""
 
     folder: Path
     work: Path

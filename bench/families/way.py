@@ -46,7 +46,7 @@ LENGTHS = (26, 7, 15)
 MOST_LOGPROB, MOST_GRADIENT, MOST_WEIGHT, MOST_HALF = 5e-5, 2e-5, 2e-5, 0.3
 """Nats; of the largest gradient; of a weight after a step by two ranks instead of one; nats, as a mean, in bfloat16."""
 CUT = {"gemma3n_text": (5e-4, 5e-3)}
-"""Of log-probs and gradients, where activations are cut at a threshold that rounding can cross."""
+"""Wider limits of log-probs and gradients, for activations cut at a threshold that rounding can cross."""
 MAX_TOKENS = 64
 
 
@@ -285,7 +285,7 @@ class Wire:
 
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """What goes wrong inside is a Difference that begins with the step."""
+    """A step of the way: an error inside becomes a Difference that begins with its name."""
     try:
         yield
     except Refused:

@@ -228,7 +228,7 @@ def _tell(answer: asyncio.Future[dict[str, Any]] | None, found: dict[str, Any]) 
 
 
 def _json_object(line: str) -> dict[str, Any]:
-    """What a line says; empty if it is no JSON object."""
+    """The JSON object in a line; empty if the line holds none."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

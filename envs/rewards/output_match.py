@@ -13,7 +13,7 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from typing import Any
 
 REL_TOL, ABS_TOL = Decimal("1e-5"), Decimal("1e-8")
-"""Those of numpy.allclose, between two numbers that are no integers as they are written."""
+"""The tolerances of numpy.allclose, for two numbers of which neither is written as an integer."""
 WHOLE_TOL = Decimal("1e-4")
 """At most so far may a decimal be from an integer: 3.0000004 is 3, and 1000000.4 is not 1000000."""
 _INTEGER = re.compile(r"([+-]?)0*(\d+)", re.ASCII)

@@ -174,7 +174,7 @@ def _from_parameters(name: str, text: str, at: int, takes: Mapping[str, Any]) ->
 
 
 def _schemas(tools: Described) -> dict[str, Mapping[str, Any]]:
-    """What each tool takes, by its name: JSON schemas of its arguments."""
+    """JSON schemas of the arguments of each tool, by its name."""
     told = [tool if isinstance(tool, Mapping) else schema(tool) for tool in tools]
     functions = [one.get("function", one) for one in told]
     return {str(one.get("name")): (one.get("parameters") or {}).get("properties") or {} for one in functions}

@@ -26,11 +26,11 @@ from learner.checkpoint.shards import Box, local_box
 from learner.ranks.mesh import Ranks, local_part
 from streamrl.architectures.miniature import first_layers
 from streamrl.architectures.saved_buffers import keep_buffers_wide, saved_buffers
-from streamrl.errors import ConfigError
-from streamrl.weights.model_folder import one_line, read_whole, stored_tensors, untied
+from streamrl.errors import ConfigError, in_one_line
+from streamrl.weights.model_folder import read_whole, stored_tensors, untied
 
 _ROWS = 4096
-"""Of two tensors that are compared at a time."""
+"""Rows of two tensors that are compared at a time."""
 
 
 def read_model(model_dir: Path, *, attention: str, needs_head: bool = True) -> Any:
@@ -72,7 +72,7 @@ def _as_config_errors(model_dir: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"{_said(model_dir)} cannot be loaded for packed scoring: {one_line(error)}") from error
+        raise ConfigError(f"{_said(model_dir)} cannot be loaded for packed scoring: {in_one_line(error)}") from error
 
 
 def _check_config(model_dir: Path) -> None:

@@ -36,7 +36,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def values_of_model(name: str) -> dict[str, Any] | None:
-    """What a config.json says, without a library of models; None for what may be a name of the model hub.
+    """The values of a config.json, read without a library of models; None for what may be a name of the model hub.
 
     Raises ConfigError: there is no such folder or file, or none of a model.
     """

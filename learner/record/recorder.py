@@ -49,7 +49,7 @@ MAX_ACTORS = 32
 
 class Recorder:
     """Writer of rows, summary and report; of a resumed run, `wall_s` is what earlier parts took, and `counters` are
-    the hub's at the start; `kind` is the trainer of a run beside RL."""
+    the hub's at the start; `kind` is the trainer of a run that is not RL."""
 
     def __init__(
         self, config: Config, run_dir: Path, run_id: str, *, resume_step: int | None, wall_s: float,

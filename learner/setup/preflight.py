@@ -36,13 +36,13 @@ from streamrl.config.schema import (
     ReferenceConfig,
 )
 from streamrl.environment import Task
-from streamrl.errors import ConfigError, TaskError
+from streamrl.errors import ConfigError, TaskError, in_one_line
 from streamrl.extension import import_attribute
 from streamrl.gpus import gpu_of
 from streamrl.metrics.trackers.registry import check_trackers
 from streamrl.transport.keys import KeyDirectory
 from streamrl.transport.sockets import socket_root
-from streamrl.weights.model_folder import INDEX, SINGLE, check_folder, check_vocabulary, one_line, stored_tensors
+from streamrl.weights.model_folder import INDEX, SINGLE, check_folder, check_vocabulary, stored_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -305,7 +305,7 @@ def _check_tokenizer(folder: Path) -> None:
     except Exception as error:  # of any library that a tokenizer needs
         raise ConfigError(
             f"{said}: its tokenizer cannot be loaded, put tokenizer.json and tokenizer_config.json there: "
-            f"{one_line(error)}"
+            f"{in_one_line(error)}"
         ) from error
     check_vocabulary(tokenizer, policy_vocab_size(folder), said=said)
 

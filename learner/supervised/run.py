@@ -235,7 +235,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Opened:
-    """What can be told of a run before it has a directory: the model to start from, and records that it can read."""
+    """The inputs of a run, opened before it has a directory: the model to start from, and records that it can read."""
 
     model_dir: Path
     dataset: Dataset
@@ -243,7 +243,7 @@ class Opened:
 
 
 def check_start(config: Config, kind: str) -> None:
-    """What the settings and the model's files alone decide, before there is a run directory. Raises ConfigError."""
+    """Check the settings and the model's files, before there is a run directory. Raises ConfigError."""
     if config.policy.model_path is None or config.data.path is None:
         missing = "policy.model_path" if config.policy.model_path is None else "data.path"
         raise ConfigError(f"streamrl {kind} needs {missing}=...: the model to start from, and a file of records")

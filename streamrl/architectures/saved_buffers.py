@@ -1,4 +1,4 @@
-"""Buffers that a checkpoint holds beside its parameters: the correction bias of a router, the scale of a layer.
+"""Buffers that a checkpoint holds in addition to its parameters: the correction bias of a router, the scale of a layer.
 
 No optimizer moves them, and the model's output depends on them as on its weights: they are published, installed and
 exported with the weights, each in its own type. Other buffers, as rotary frequencies, follow from the configuration.

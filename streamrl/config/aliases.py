@@ -216,13 +216,13 @@ HYDRA_SWEEPS = {
     "hydra.sweeper.n_trials": "sweep.num_trials", "hydra.sweeper.direction": "sweep.direction",
     "hydra.sweeper.n_jobs": "sweep.num_parallel", "hydra.launcher.n_jobs": "sweep.num_parallel",
 }
-"""What the Optuna sweeper and the joblib launcher of hydra call our settings; a sweep takes both names."""
+"""Names of our settings in hydra's Optuna sweeper and joblib launcher; a sweep takes both names."""
 HYDRA = {
     "hydra.run.dir": "run.dir", "hydra.job.name": "run.name", "hydra.sweep.subdir": "sweep.dir",
     "hydra.mode": "streamrl launch -m", "hydra/launcher": "sweep.num_parallel", "hydra.verbose": "STREAMRL_LOG",
     "hydra.output_subdir": "run.dir", "hydra.searchpath": "a settings file, as streamrl launch my.yaml",
 }
-"""What does here what an option of hydra's own does elsewhere: nothing but hydra's grammar is used."""
+"""The counterpart of each of hydra's own options: nothing but hydra's grammar is used."""
 
 COMMON = (
     "policy.model_path", "env.name", "env.path", "trainer.num_steps", "policy.optimizer.lr",
@@ -234,7 +234,7 @@ COMMON = (
 
 
 SIMILAR = 0.8
-"""Of names that are one but for a slip: below it, two names have words in common and no more."""
+"""The least similarity of a name and its misspelling: below it, two names only share words."""
 
 
 def suggestion(key: str, names: Set[str]) -> str:

@@ -136,13 +136,13 @@ def quote_each(text: str, values: Sequence[Any]) -> str:
 
 
 def parts_of(text: str) -> list[str]:
-    """What stands between the commas of a text, but for those in quotes or brackets; brackets of a name may be open."""
+    """Split a text at the commas outside quotes and brackets; brackets of a name may be open."""
     parts = _SPLIT.findall(text)
     return [part.strip() for part in (parts if ",".join(parts) == text.rstrip(",") else text.split(","))]
 
 
 _SPLIT = re.compile(r"""((?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\[[^\]]*\]|[^,\[\]'"])+)(?:,|$)""")
-"""What stands between two commas, which neither quotes nor brackets enclose."""
+"""A piece between two commas that neither quotes nor brackets enclose."""
 
 
 def key_given_twice(text: str) -> str | None:

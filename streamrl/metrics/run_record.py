@@ -83,7 +83,7 @@ class RunRecord:
 
     @property
     def kind(self) -> str:
-        """The trainer beside RL whose run it is, by its command; empty for RL."""
+        """The trainer other than RL whose run it is, by its command; empty for RL."""
         words = str(self.starts[0].get("command", "")).split() if self.starts else []
         told = self.summary.extra.get("kind") if self.summary else None
         return str(told or next((word for word in words[:2] if word in SUPERVISED), ""))

@@ -18,15 +18,15 @@ from streamrl.metrics.files import read_object_of, write_atomic
 from streamrl.metrics.text import compact, duration, with_error
 
 REISSUED_SHARE = 0.02
-"""Of the groups: more leases that were given to another actor are worth a line in the terminal."""
+"""The share of reissued leases, of all groups, from which they are worth a line in the terminal."""
 RECENT = {"reward/mean": "reward/recent", "score/mean": "score/recent"}
 """Means over what came in one step, be it one answer, and what a run is judged by: those over the last answers."""
 SUPERVISED = {"sft": "SFT", "dpo": "DPO", "train-reward-model": "reward model"}
-"""Trainers beside RL, by their commands."""
+"""Trainers other than RL, by their commands."""
 MEASURED = {
     "loss": "loss", "held_out_loss": "held-out loss", "accuracy": "accuracy", "held_out_accuracy": "held-out accuracy",
 }
-"""What their results are told by: metrics, without `supervised/`."""
+"""Names of the metrics that tell their results, without `supervised/`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -87,7 +87,7 @@ class Summary:
     tracked: Sequence[str] = ()
     """For each tracker the command that opens the run's record, or where it is."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Anything else; written at the top level after the rest. Runs beside RL have `kind` and `results_of` here."""
+    """Anything else; written at the top level after the rest. Runs that are not RL have `kind` and `results_of`."""
 
     def __post_init__(self) -> None:
         taken = sorted(set(self.extra) & {f.name for f in fields(self)})
@@ -261,7 +261,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
 
 
 def results_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Results of a run beside RL, first and last; of training the last is the mean of the last twentieth."""
+    """Results of a run that is not RL, first and last; of training the last is the mean of the last twentieth."""
     found: dict[str, float] = {}
     for name in MEASURED:
         values = series(rows, f"supervised/{name}")[1]

@@ -55,7 +55,7 @@ def model(record: RunRecord) -> str:
 
 
 def algorithm(record: RunRecord) -> str:
-    """The trainer of a run beside RL; else the file of configs/algorithm if one was named, and loss and estimator."""
+    """The trainer, if it is not RL; else the file of configs/algorithm if one was named, and loss and estimator."""
     if record.kind:
         return SUPERVISED[record.kind]
     words = record.starts[0].get("command", "").split() if record.starts else []

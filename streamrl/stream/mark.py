@@ -1,4 +1,4 @@
-"""How far a log is on the disk, in a file beside it: what an actor was told of cannot end in silence.
+"""The mark, a file next to the log: how far it is on the disk, so that no acknowledged record vanishes unnoticed.
 
 The log's end alone does not say whether more was there. The writer notes the newest record that it has synced before it
 acknowledges any of it; two places take turns, so that a write that is torn leaves the one before. The note itself is

@@ -28,7 +28,7 @@ from streamrl.messages import Manifest, PlanRow
 RECORD_MAGIC = b"\xf5REC"
 HEADER = struct.Struct("<4sIBQQQ")
 OLD_HEADER = struct.Struct("<IBQ")
-"""Of segments before headers had a digest: length, kind, sequence; one digest of all of it follows the body."""
+"""The header of segments before it had a digest: length, kind, sequence; one digest of all follows the body."""
 TRAILER = struct.Struct("<Q")
 OVERHEAD = HEADER.size + TRAILER.size
 MAX_BODY = 1 << 31
@@ -40,7 +40,7 @@ class LogError(StreamrlError):
 
 
 class Header(NamedTuple):
-    """What the first bytes of a record say of it; of a segment with digests, what they say for sure."""
+    """The header of a record; in a segment with digests its fields are certain."""
 
     size: int
     """Bytes of the whole record."""
@@ -199,7 +199,7 @@ _DECODERS = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
 
 
 def encode(sequence: int, body: Record) -> list[bytes]:
-    """What follows the header of one record, in parts: the frame of a group, nearly all of the log, is not copied."""
+    """The bytes after a record's header, in parts: the frame of a group, nearly all of the log, is not copied."""
     parts = _group_parts(body) if isinstance(body, GroupArrived) else [_ENCODER.encode(body)]
     digest = xxhash.xxh3_64(seed=sequence)
     for part in parts:

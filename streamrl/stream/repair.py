@@ -12,7 +12,7 @@ from streamrl.stream.writer import close_log, cut_file, new_path
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """What a repair did.
+    """The result of a repair.
 
     Attributes:
         why: what was damaged first.

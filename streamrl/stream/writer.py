@@ -159,7 +159,7 @@ class LogWriter:
         self.durable = batch[-1].sequence
 
     def _next_batch(self) -> list[_Waiting]:
-        """What is written at once: what waits, up to `SYNC_BYTES`, and at least one record."""
+        """The records of the next write: up to `SYNC_BYTES` of those that wait, and at least one."""
         batch, size = [], 0
         with self._changed:
             for one in self._waiting:

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from streamrl.errors import ConfigError, one_sentence
+from streamrl.errors import ConfigError, in_one_line
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{folder / first} cannot be read, or names a tensor that its file does not hold ({one_line(error)}): "
+            f"{folder / first} cannot be read, or names a tensor that its file does not hold ({in_one_line(error)}): "
             "restore the checkpoint."
         ) from error
 
@@ -98,7 +98,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is not there, and the checkpoint's index names it: restore the file.") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ConfigError(f"{path} is no safetensors file ({one_line(error)}): restore it.") from error
+        raise ConfigError(f"{path} is no safetensors file ({in_one_line(error)}): restore it.") from error
     if not whole:
         raise ConfigError(f"{path} is cut short, at {size:,} bytes: restore it.")
     return found
@@ -217,7 +217,9 @@ def read_whole(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True, **chosen
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ConfigError(f"{said} cannot be loaded, restore its files or take another: {one_line(error)}") from error
+        raise ConfigError(
+            f"{said} cannot be loaded, restore its files or take another: {in_one_line(error)}"
+        ) from error
     check_loaded(model, found, said=said, needs_head=needs_head)
     return model
 
@@ -249,11 +251,6 @@ def untied(said: str, one: str, other: str) -> str:
         f"{said}: its config.json ties {one} to {other} (tie_word_embeddings), and its files hold two that differ: set "
         f"tie_word_embeddings to false in config.json to train both, or take {one} out of the files."
     )
-
-
-def one_line(error: Exception) -> str:
-    """The beginning of a library's message, in one line."""
-    return " ".join((one_sentence(error) if isinstance(error, OSError) else str(error) or repr(error)).split())[:400]
 
 
 def _config_of(folder: Path) -> dict[str, Any]:

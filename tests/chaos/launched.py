@@ -54,7 +54,7 @@ class LaunchedRun:
         self.num_resumes = 0
 
     def play(self, disk: Path | None) -> dict[str, Any]:
-        """What happened. Raises AssertionError: what must not."""
+        """Play the run and report it. Raises AssertionError: a guarantee was broken."""
         harness, began = self.harness, time.monotonic()
         for words in (("keys", "new", "keys"), ("keys", "add", "keys", "other")):
             self._command(*words)

@@ -36,7 +36,7 @@ NAMED = (
     "distill.teacher=http://127.0.0.1:{port}/v1", "env.agent_command='touch {mark}'",
     "actors.endpoint.admin_key_env=SECRET", "env.options.command='touch {mark}'",
 )
-"""What a run of somebody else names: code, a program, an address and keys; and that it allows itself the code."""
+"""Settings of somebody else's run that name code, a program, an address and keys, and allow themselves the code."""
 REFUSED: dict[str, list[list[str]]] = {
     "launch": [["RUN/config.yaml"], ["-m", "RUN/config.yaml", "staleness.eta=0,1"]],
     "learner": [

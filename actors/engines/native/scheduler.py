@@ -112,7 +112,7 @@ class Scheduler:
         return bool(self.running) or self.can_admit
 
     def step(self) -> None:
-        """One forward pass: the next token of everything that runs, and the prompts of those that can join.
+        """Run one forward pass: the next token of everything that runs, and the prompts of those that can join.
 
         What fails with sequences that join fails them alone, if the model still works without them.
         """

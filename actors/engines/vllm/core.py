@@ -27,7 +27,7 @@ _STAGED_CHECK_S = 0.02
 
 
 class Core:
-    """One AsyncLLM at a time, each with the same `arguments` of AsyncEngineArgs and `num_threads` on a CPU.
+    """Owner of one AsyncLLM at a time, each with the same `arguments` of AsyncEngineArgs and `num_threads` on a CPU.
 
     `tied` names the copies that documents leave out, each with the name that its values come under.
     """

@@ -21,14 +21,14 @@ from sympy.core.function import AppliedUndef
 from sympy.functions.combinatorial.factorials import binomial, factorial, factorial2
 
 MAX_BITS = 1 << 17
-"""Of a whole number; 9999! has 118,445."""
+"""Most bits of a whole number; 9999! has 118,445."""
 MAX_DIGITS = 5_000
-"""Of an irrational number: 1 - exp(-500) takes 2,000."""
+"""Most digits of an irrational number: 1 - exp(-500) takes 2,000."""
 SURE_DIGITS = 60
-"""Beyond those that the values call for."""
+"""Digits beyond those that the values call for."""
 MAX_NODES = 2_000
 _SIGNS = ((1, 1, 1), (1, 1, 1), (-1, 1, -1), (1, -1, -1), (-1, -1, 1))
-"""Of the symbols at the points; every other point lies within 1."""
+"""Signs of the symbols at the points; every other point lies within 1."""
 _PIECEWISE = (sympy.floor, sympy.ceiling, sympy.Max, sympy.Min, sympy.sign)
 _NUM_PIECES = 100
 """Points for functions that may be equal at most of them."""

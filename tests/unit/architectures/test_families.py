@@ -24,7 +24,7 @@ from streamrl.errors import EngineError
 pytestmark = pytest.mark.timeout(500)
 NATIVE, VLLM = (read_lines(RESULTS / f"{engine}.jsonl") for engine in ("native", "vllm"))
 ALWAYS = ("result", "reason", "embeddings", "buffers", "untrained", "lora")
-"""What every machine finds; differences of sums in another order are its own."""
+"""Fields that are equal on every machine; differences of sums in another order are not."""
 
 
 @pytest.fixture(scope="module")

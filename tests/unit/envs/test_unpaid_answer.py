@@ -27,7 +27,7 @@ TEXT = f"the right answer of the first record ('1', a text) earns nothing: look 
 
 
 def told(tmp_path, monkeypatch, answer: object, *words: str, reward: str | None = None, late: object = None):
-    """What the check says of 40 records with this answer, or of 20 and 20 with `late`."""
+    """The lines of the check for 40 records with this answer, or for 20 of it and 20 with `late`."""
     monkeypatch.chdir(tmp_path)
     answers = [answer] * 20 + [answer if late is None else late] * 20
     records = [{"question": f"{n} + 1 - {n} = ?", "answer": one} for n, one in enumerate(answers)]

@@ -61,7 +61,7 @@ TEXT_ARGUMENTS = ("deepseek", "developer")
 
 
 def expected(tokenizer, messages, name, **options):
-    """What the library makes of these messages, arguments in the form that the template wants."""
+    """The library's rendering of these messages, arguments in the form that the template wants."""
     plain = with_json_arguments(messages) if name in TEXT_ARGUMENTS else messages
     if name == "deepseek":  # the library leaves out a content of None, which this template writes
         plain = [{**one, "content": one["content"] or ""} for one in plain]

@@ -242,7 +242,7 @@ def make_all(work: Path) -> dict[str, Path]:
 
 
 def logprobs(policy: Policy) -> torch.Tensor:
-    """Of every token of ROWS but each row's first, in one packed pass."""
+    """Log-probs of every token of ROWS but each row's first, in one packed pass."""
     ends = torch.tensor([len(row) for row in ROWS]).cumsum(0)
     index = torch.cat([torch.arange(int(end) - len(row), int(end) - 1) for row, end in zip(ROWS, ends, strict=True)])
     targets = torch.cat([row[1:] for row in ROWS])

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(200)
 class Made:
     folders: dict[str, Path]
     of_ranks: list[dict[str, list[float] | str]]
-    """What each of two ranks read, by the folder's name."""
+    """The readings of each of two ranks, by the folder's name."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def sharded():
 
 
 def preflight(folder: Path) -> list[str]:
-    """What a launch checks of the model's files before it makes a directory; what it told."""
+    """Run a launch's checks of the model's files, which precede the run directory; returns what it told."""
     told: list[str] = []
     config = load_config([f"policy.model_path={folder}"])
     check_models(config, told.append)

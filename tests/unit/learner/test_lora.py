@@ -294,7 +294,7 @@ def mixtures(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_of_a_mixture_the_linear_layers_are_trained_and_experts_stay(mixtures, tmp_path, family):
-    """What is trained is what is exported, merged and on its own."""
+    """The trained adapter equals the exported one, merged and on its own."""
     policy = moved(policy_with(mixtures[family]))
     plain = load_policy(mixtures[family])
     layers = adapted_layers(name for name, _ in adapter_parameters(policy))
