@@ -20,7 +20,7 @@ MAX_DEPTH = 64
 MAX_INSIDE = 100_000
 """Lists and objects in a body; a message is two. Each is scanned by the garbage collector many times."""
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # to its end, also where that is missing
-_PATH = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
+_PATH = re.compile(r"(.*) - at `\$([^`]*)`", re.DOTALL)  # the last one: the text before it may hold others
 
 
 def read_object(raw: bytes) -> dict[str, Any]:
@@ -80,6 +80,7 @@ def _refusal(body: dict[str, Any], fields: type[msgspec.Struct], said: str) -> s
     """The sentence of a refusal: the field, the value given, and what is allowed."""
     match = _PATH.fullmatch(said)
     problem, path = (match[1], (match[2] or "").lstrip(".")) if match else (said, "")
+    problem = f"{problem:.120}"  # it may repeat a value of any length
     if not path:
         return f"lacks something: {problem}, see the form of this API"
     value = _shown(_at(body, path))

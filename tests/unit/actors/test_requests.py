@@ -131,6 +131,13 @@ def test_the_ends_of_a_range_are_taken_and_what_is_beyond_is_not(name, legal, il
     assert name not in given
 
 
+@pytest.mark.parametrize("role", ["x" * 100_000, "x - at `$.n`" * 9_000, "\n" * 100_000])
+def test_a_refusal_does_not_repeat_a_value_of_any_length(role):
+    with pytest.raises(RequestError) as caught:
+        checked(json.dumps({"messages": [{"role": role, "content": "a"}]}).encode(), fields.ChatFields, "POST")
+    assert len(str(caught.value)) < 500
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.randoms(use_true_random=False), st.sampled_from(list(TABLES)))
 def test_any_body_is_read_or_refused_in_a_sentence(random, path):
