@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.test_layers import ROOT
+from tests.contract.test_plan import ROOT
 from tests.slow import SLOW, is_slow
 
 TESTS = ROOT / "tests"
