@@ -95,6 +95,7 @@ MODULES = {
     "keys": "streamrl.transport.keys_command", "slurm": "streamrl.verbs.slurm", "relay": "streamrl.weights.pull.relay",
     "stream": "streamrl.verbs.stream", "bundle": "streamrl.verbs.bundle", "status": "streamrl.verbs.status",
     "scale": "streamrl.verbs.actors", "drain": "streamrl.verbs.actors", "resume": "streamrl.verbs.resume",
+    "samples": "streamrl.report.sample_view",
 }
 """Command -> the module with a function of that name, which gets the words."""
 
@@ -133,7 +134,7 @@ def main() -> int:
 def commands() -> dict[str, Callable[[list[str]], int]]:
     """Command -> what it does with its words."""
     return {
-        "launch": launch, "settings": settings, "report": report, "samples": samples, "join": join, "replay": replay,
+        "launch": launch, "settings": settings, "report": report, "join": join, "replay": replay,
         **{name: partial(_become, module) for name, module in PROGRAMS.items()},
         **{name: partial(_open_model, PROGRAMS[name]) for name in ("eval", "chat", "serve")},
         **{name: partial(_call, module, name) for name, module in MODULES.items()},
@@ -248,17 +249,6 @@ def report(run_dirs: list[str]) -> int:
     print(write_comparison(run_dirs, out, Objective()))  # ranked by their last evaluation
     print(out)
     return 0
-
-
-def samples(words: list[str]) -> int:
-    """Print sampled prompts and answers of a run, or browse them on a terminal."""
-    from streamrl.report.sample_browser import browse
-    from streamrl.report.sample_view import HELP
-
-    if {"-h", "--help"} & set(words):
-        print(HELP)
-        return 0
-    return browse(words)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,20 @@
-"""Samples of a run as text: which ones, in which order, and what one looks like. `streamrl samples` prints them."""
+"""`streamrl samples`: prints samples of a run as text; which ones, in which order, and what one looks like."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
 from rich.text import Text
 
 from streamrl.errors import ConfigError
 from streamrl.metrics.samples import TRAINED, Sample, read_samples
 from streamrl.metrics.text import compact
-
-HELP = """streamrl samples RUN_DIR [options]    prompts and answers of a run, newest first
-
-  --kind train|eval                 only those of training, or of evaluations
-  --step N                          only those of this step, or of the evaluation of this version
-  --sort time|reward|lag|length     newest, best, oldest data or longest first
-  --worst                           the other end first; alone, the lowest reward first
-  --search WORD                     only those whose prompt or answer contains it
-  -n N                              print so many, 10 if not given; 0 prints all
-
-On a terminal, keys browse them: n next, p previous, s sort, r reverse, k kind, / search, q quit."""
 
 ORDERS: dict[str, Callable[[Sample], float]] = {
     "time": lambda one: one.step, "reward": lambda one: one.reward, "lag": lambda one: one.lag,
@@ -57,41 +48,32 @@ class Query:
         return ", ".join([*parts, *([f"with {self.search!r}"] if self.search else [])]) or "any"
 
 
-def read_words(words: Sequence[str]) -> tuple[Path, Query, int]:
-    """The run directory, what is asked for and how many. Raises ConfigError: a word that is no option or no value."""
-
-    def wrong(message: str) -> ConfigError:
-        return ConfigError(f"{message}\n\n{HELP}")
-
-    given: dict[str, str] = {}
-    runs: list[str] = []
-    rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    while rest:
-        word = rest.pop(0)
-        if word == "--worst":
-            given[word] = ""
-        elif word in ("--kind", "--step", "--sort", "--search", "-n"):
-            if not rest:
-                raise wrong(f"{word} needs a value")
-            given[word] = rest.pop(0)
-        elif word.startswith("-"):
-            raise wrong(f"samples knows no option {word!r}")
-        else:
-            runs.append(word)
-    if len(runs) != 1:
-        raise wrong(f"name one run directory, got {' '.join(runs) or 'none'}")
-    for name, choices in (("--kind", KINDS), ("--sort", tuple(ORDERS))):
-        if given.get(name, choices[0]) not in choices:
-            raise wrong(f"{name} {given[name]} is unknown: choose {' or '.join(choices)}")
-    for name in ("--step", "-n"):
-        if not given.get(name, "0").isdigit():
-            raise wrong(f"{name} {given[name]} is no number")
-    worst = "--worst" in given
-    query = Query(
-        kind=given.get("--kind"), step=int(given["--step"]) if "--step" in given else None,
-        sort=given.get("--sort", "reward" if worst else "time"), reverse=worst, search=given.get("--search", ""),
+def samples(words: list[str]) -> int:
+    """Print the samples that are asked for. Raises ConfigError: no such run or sample."""
+    parser = argparse.ArgumentParser(
+        prog="streamrl samples", description="Print prompts and answers of a run, newest first.",
+        epilog="To page and search, with colors: FORCE_COLOR=1 streamrl samples RUN_DIR -n 0 | less -R. The color of a "
+        "token compares the policy with its actor: green is likelier now, red less likely.",
     )
-    return Path(runs[0]), query, int(given.get("-n", "10"))
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--kind", choices=KINDS, help="only those of training, or of evaluations")
+    parser.add_argument("--step", type=int, help="only those of this step, or of the evaluation of this version")
+    parser.add_argument("--sort", choices=ORDERS, help="newest (time), best, oldest data or longest first")
+    parser.add_argument("--worst", action="store_true", help="the other end first; alone, the lowest reward first")
+    parser.add_argument("--search", metavar="WORD", default="", help="only those whose prompt or answer contains it")
+    parser.add_argument("-n", type=int, default=10, metavar="N", help="print so many (10); 0 prints all")
+    given = parser.parse_args(words)
+    sort = given.sort or ("reward" if given.worst else "time")
+    found = find(samples_of(given.run_dir), Query(given.kind, given.step, sort, given.worst, given.search))
+    shown, console = found[: given.n or None], Console()
+    for one in map(rendered, shown):
+        if console.is_terminal:
+            console.print(one, soft_wrap=True)
+        else:
+            print(one.plain)
+    if len(shown) < len(found):
+        print(f"{len(shown)} of {len(found)} samples; -n 0 prints all")
+    return 0
 
 
 def samples_of(run_dir: Path) -> list[Sample]:

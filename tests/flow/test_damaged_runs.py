@@ -36,7 +36,7 @@ from streamrl.report.compare import write_comparison
 from streamrl.report.index import write_index
 from streamrl.report.live.view import LiveView
 from streamrl.report.report import write_report
-from streamrl.report.sample_browser import browse
+from streamrl.report.sample_view import samples
 from streamrl.sweep.job import is_done
 from streamrl.verbs.resume import command_of
 from streamrl.verbs.runs import find_run
@@ -90,7 +90,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "report RUN": lambda run: report([str(run)]),
     "index": lambda run: write_index(run.parent, reports=True),
     "compare": lambda run: write_comparison([run, run.with_name("good-001")], run.parent / "all.html", Objective()),
-    "samples": lambda run: browse([str(run)]),
+    "samples": lambda run: samples([str(run)]),
     "resume": lambda run: command_of(find_run(str(run)), []),
     "resumed learner": resumed,
     "live view": live,
