@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.staleness.summary import by, mean
-from streamrl.report.charts.curve import NUM_COLORS, Curve
-from streamrl.report.charts.figure import SMALL
-from streamrl.report.charts.lines import line_chart
+from streamrl.report.charts import SMALL, Chart, line_chart
+from streamrl.report.curves import NUM_COLORS, Curve
 
 _ColorS = ("#1f6fb4", "#d9622b", "#2f9457", "#8a4fb5", "#b08900", "#c2387e", "#26949b", "#777c82")
 _STYLE = (
@@ -47,8 +46,9 @@ def write_charts(parts: Mapping[str, Runs], folder: Path, *, eval_every: int) ->
         "step_change_score": _driven("Score while the delay goes 4, 48, 4", parts["D"], "scores", eval_every),
         "step_change_lag": _driven("Largest lag trained on", parts["D"], "lags", eval_every),
     }  # fmt: skip
-    for name, figure in charts.items():
-        (folder / f"{name}.svg").write_text(standalone(figure))
+    for name, chart in charts.items():
+        assert chart is not None, f"{name} has no value"
+        (folder / f"{name}.svg").write_text(standalone(chart.html()))
 
 
 def standalone(figure: str) -> str:
@@ -71,7 +71,7 @@ def standalone(figure: str) -> str:
     )
 
 
-def _by_lag(title: str, records: Runs, arms: Sequence[str]) -> str:
+def _by_lag(title: str, records: Runs, arms: Sequence[str]) -> Chart | None:
     finals = by(records, "arm", "lag")
     curves = []
     for color, arm in enumerate(arms):
@@ -82,7 +82,7 @@ def _by_lag(title: str, records: Runs, arms: Sequence[str]) -> str:
                       from_zero=True)  # fmt: skip
 
 
-def _by_age(title: str, records: Runs) -> str:
+def _by_age(title: str, records: Runs) -> Chart | None:
     finals = by(records, "arm", "lag")
     curves = []
     for color, (arm, name) in enumerate(FIRST_SCREEN.items()):
@@ -92,7 +92,7 @@ def _by_age(title: str, records: Runs) -> str:
                       from_zero=True)  # fmt: skip
 
 
-def _over_time(title: str, records: Runs, lag: int, field: str, eval_every: int) -> str:
+def _over_time(title: str, records: Runs, lag: int, field: str, eval_every: int) -> Chart | None:
     curves = []
     for color, arm in enumerate(SHOWN):
         runs = [record[field] for record in records if record["arm"] == arm and record["lag"] == lag]
@@ -100,7 +100,7 @@ def _over_time(title: str, records: Runs, lag: int, field: str, eval_every: int)
     return line_chart(title, curves, x_label="updates", y_label="mean over seeds", from_zero=True)
 
 
-def _driven(title: str, records: Runs, field: str, eval_every: int) -> str:
+def _driven(title: str, records: Runs, field: str, eval_every: int) -> Chart | None:
     curves, bounds = [], (None, 4, "adaptive")
     for arm in sorted({record["arm"] for record in records}):
         for bound in bounds:

@@ -11,9 +11,9 @@ from streamrl.metrics.run_record import RunRecord
 from streamrl.metrics.summary import last
 from streamrl.metrics.text import compact, duration
 from streamrl.report import headline
-from streamrl.report.charts.curve import Curve, noisy, thin
-from streamrl.report.charts.lines import line_chart
-from streamrl.report.run_charts import shared_limits
+from streamrl.report.charts import line_chart
+from streamrl.report.curves import Curve, noisy, thin
+from streamrl.report.report import shared_limits
 
 MAX_POINTS = 200
 STYLE = (
@@ -47,11 +47,10 @@ def run_html(record: RunRecord, directory: Path) -> str:
     steps, scores, errors = steps[::every], scores[::every], errors[::every]
     evaluation = [Curve("score", steps, scores, dots=True, errors=errors if any(errors) else ())]
     reward = noisy(Curve("reward", *thin(*record.judged("reward/mean"), MAX_POINTS)))
-    charts = "".join(
-        line_chart(title, curves, x_label="step", y_label=unit, fixed=limits, x_end=record.step)
-        for title, unit, curves in (("Evaluation score", "score", evaluation), ("Reward", "reward", reward)))
+    charts = [line_chart(title, curves, x_label="step", y_label=unit, fixed=limits, x_end=record.step)
+              for title, unit, curves in (("Evaluation score", "score", evaluation), ("Reward", "reward", reward))]
     return (f'<div class="streamrl-run"><style>{STYLE}</style><pre>{escape(run_text(record, directory))}</pre>'
-            f"{charts}</div>")
+            f'{"".join(chart.html() for chart in charts if chart)}</div>')
 
 
 def _steps(record: RunRecord) -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from streamrl.metrics.diagnosis import learner_idle
@@ -18,11 +16,9 @@ from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.sinks import flat
 from streamrl.metrics.text import compact, duration, markdown_table, with_error
 from streamrl.report import headline
-from streamrl.report.charts.curve import Curve, noisy
-from streamrl.report.charts.figure import color_class
-from streamrl.report.charts.lines import line_chart
-from streamrl.report.page import axis_data, page, section, table, toolbar
-from streamrl.report.run_charts import Chart, drawn_sections, evaluation_curves
+from streamrl.report.charts import charts_html, color_class, line_chart
+from streamrl.report.page import Section, page, sectioned, table
+from streamrl.report.report import Lines, evaluation_curves
 
 HEADER = ("run", "eval first", "eval last", "steps", "lag mean", "lag max", "wall", "trained tok/s", "generated tok/s",
           "learner waits")
@@ -30,20 +26,27 @@ TERMINAL_WIDTH = 80
 SET_SCORE = re.compile(r"eval/[^/]+/score")
 """The score of a set of `eval.datasets`."""
 MAX_DIFFERENCES = 40
-SMOOTH, AMOUNT = {"smoothed": True}, {"smoothed": True, "from_zero": True}
-CHARTS = (
-    ("Learning", "Reward", "reward", "reward/mean", SMOOTH),
-    ("Learning", "Response length", "tokens", "rollout/response_tokens/train", AMOUNT),
-    ("Staleness", "Mean token lag", "optimizer steps", "lag/token_mean", AMOUNT),
-    ("Staleness", "Largest head lag", "optimizer steps", "lag/head_max", {"from_zero": True}),
-    ("Staleness", "Effective sample size, token", "fraction", "ess/token", SMOOTH),
-    ("Staleness", "Drift from the behavior policy", "nats, log scale", "drift/k3", {"smoothed": True, "log": True}),
-    ("Speed", "Trained", "tokens/s", "throughput/train_tokens_per_s", AMOUNT),
-    ("Speed", "Generated", "tokens/s", "throughput/generate_tokens_per_s", AMOUNT),
-    ("Optimization", "Gradient norm", "norm", "policy/grad_norm", AMOUNT),
-    ("Optimization", "Entropy", "nats", "entropy/mean", AMOUNT),
-)
-"""Section, title, unit, metric, and how its curves are drawn."""
+CHARTS = {
+    "Learning": (
+        Lines("Reward", "reward", {"reward/mean": ""}),
+        Lines("Response length", "tokens", {"rollout/response_tokens/train": ""}, from_zero=True),
+    ),
+    "Staleness": (
+        Lines("Mean token lag", "optimizer steps", {"lag/token_mean": ""}, from_zero=True),
+        Lines("Largest head lag", "optimizer steps", {"lag/head_max": ""}, smoothed=False, from_zero=True),
+        Lines("Effective sample size, token", "fraction", {"ess/token": ""}),
+        Lines("Drift from the behavior policy", "nats, log scale", {"drift/k3": ""}, log=True),
+    ),
+    "Speed": (
+        Lines("Trained", "tokens/s", {"throughput/train_tokens_per_s": ""}, from_zero=True),
+        Lines("Generated", "tokens/s", {"throughput/generate_tokens_per_s": ""}, from_zero=True),
+    ),
+    "Optimization": (
+        Lines("Gradient norm", "norm", {"policy/grad_norm": ""}, from_zero=True),
+        Lines("Entropy", "nats", {"entropy/mean": ""}, from_zero=True),
+    ),
+}
+"""The charts of each section, one curve a run."""
 ALWAYS_DIFFER = ("run.dir", "run.name", "run.root", "versions", "hub.bind")
 """Settings that differ between any two runs, and so are not compared."""
 
@@ -121,16 +124,18 @@ def comparison_page(records: Sequence[RunRecord], labels: Sequence[str], rows: S
     about = " · ".join(dict.fromkeys(
         part for record in records for part in (headline.task(record), headline.model(record)) if part))
     about += f"{' · ' if about else ''}ranked by {ranked_by}" if ranked_by else ""
-    drawn = drawn_sections(_sections(records, labels))
-    notes = [(label, record.notes) for label, record in zip(labels, records, strict=True) if record.notes]
-    note_text = "".join(f'<h3>{escape(label)}</h3><div class="message"><pre>{escape(note)}</pre></div>'
-                        for label, note in notes)
-    differences = section("settings", "Settings that differ", differing_settings(records, labels))
-    anchors = [(anchor, name) for anchor, name, _ in drawn] + ([("settings", "Settings")] if differences else [])
+    curves = [curve for run, (record, label) in enumerate(zip(records, labels, strict=True))
+              for curve in evaluation_curves(record, label, run)]
+    evaluations = line_chart("Evaluation score", curves, x_label="step", y_label="score", legend=False)
+    drawn = {name: [lines.over(records, labels) for lines in charts] for name, charts in CHARTS.items()}
+    drawn["Learning"].insert(0, evaluations)
+    sections = [Section(name, charts_html(charts)) for name, charts in drawn.items()]
+    sections.append(Section("Settings", differing_settings(records, labels), "Settings that differ"))
+    notes = "".join(f'<h3>{escape(label)}</h3><div class="message"><pre>{escape(record.notes)}</pre></div>'
+                    for label, record in zip(labels, records, strict=True) if record.notes)
     return page(f"{len(records)} runs compared", [
         f'<h1>{len(records)} runs compared</h1><p class="subtitle">{escape(about)}</p>', _results(rows, links),
-        toolbar(anchors, extra=_legend(labels)), *map(axis_data, records), *(text for _, _, text in drawn),
-        differences, section("notes", "Notes", note_text),
+        sectioned(sections, records, legend=_legend(labels)), Section("Notes", notes).html(),
     ])
 
 
@@ -211,29 +216,3 @@ def _legend(labels: Sequence[str]) -> str:
     return '<div class="runs">' + "".join(
         f'<label><input type="checkbox" checked hidden data-run="{i}"> <i class="key {color_class("k", i)}"></i>'
         f"{escape(label)}</label>" for i, label in enumerate(labels)) + "</div>"
-
-
-def _sections(records: Sequence[RunRecord], labels: Sequence[str]) -> dict[str, list[Chart]]:
-    """The charts of each section; the evaluations come first, with their errors."""
-    def evaluations(**more: Any) -> str:
-        curves = [curve for run, (record, label) in enumerate(zip(records, labels, strict=True))
-                  for curve in evaluation_curves(record, label, run)]
-        return line_chart("Evaluation score", curves, x_label="step", y_label="score", legend=False, **more)
-
-    found: dict[str, list[Chart]] = {"Learning": [evaluations]}
-    for section_name, title, unit, key, options in CHARTS:
-        found.setdefault(section_name, []).append(_overlay(records, labels, title, unit, key, **options))
-    return found
-
-
-def _overlay(records: Sequence[RunRecord], labels: Sequence[str], title: str, unit: str, key: str, *,
-             smoothed: bool = False, **options: Any) -> Callable[..., str]:
-    """One curve for each run, smoothed without the raw data."""
-    def chart(**more: Any) -> str:
-        curves = []
-        for run, (record, label) in enumerate(zip(records, labels, strict=True)):
-            curve = Curve(label, *record.series(key), color=run, run=run, weights=record.weights(key))
-            curves.append(replace(noisy(curve)[-1] if smoothed else curve, faint=False))
-        return line_chart(title, curves, x_label="step", y_label=unit, robust=True, legend=False, **options, **more)
-
-    return chart

@@ -16,7 +16,7 @@ from streamrl.metrics.run_record import FAILURE, RunRecord, read_run
 from streamrl.metrics.summary import last
 from streamrl.metrics.text import compact, duration
 from streamrl.report import headline
-from streamrl.report.charts.curve import thin
+from streamrl.report.curves import thin
 from streamrl.report.page import TRAIL_BEGIN, TRAIL_END, page, table
 from streamrl.report.report import write_report
 

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
+from typing import NamedTuple
 
 from streamrl.metrics.run_record import RunRecord
 from streamrl.metrics.summary import series
-from streamrl.report.charts.figure import numbers
+from streamrl.report.charts import numbers
 
 MAX_AXIS_POINTS = 1000
 """Times and tokens of longer runs are interpolated between so many steps."""
@@ -42,17 +43,36 @@ def page(title: str, sections: Sequence[str]) -> str:
         + "\n".join(s for s in sections if s) + f"\n<script>{script}</script></body></html>\n")
 
 
-def toolbar(anchors: Sequence[tuple[str, str]], extra: str = "") -> str:
-    """The bar that stays at the top: links into the page, and the choice of the x-axis, which the script shows.
+class Section(NamedTuple):
+    """A part of a page: its name in the toolbar, its HTML, and its heading if that says more than the name."""
+
+    name: str
+    body: str
+    heading: str = ""
+
+    @property
+    def anchor(self) -> str:
+        return escape(self.name.lower())
+
+    def html(self) -> str:
+        """The heading and what is under it; empty if nothing is."""
+        heading = escape(self.heading or self.name)
+        return f'<section id="{self.anchor}"><h2>{heading}</h2>{self.body}</section>' if self.body else ""
+
+
+def sectioned(sections: Sequence[Section], records: Sequence[RunRecord], *, legend: str = "") -> str:
+    """Sections below a bar that stays at the top: links to each, and the choice of the x-axis, which the script shows.
 
     Args:
-        anchors: (id, name) of each section.
-        extra: HTML in a line of its own.
+        records: the runs whose steps the charts have.
+        legend: HTML in a line of its own in the bar.
     """
-    links = "".join(f'<a href="#{escape(anchor)}">{escape(name)}</a>' for anchor, name in anchors)
+    shown = [one for one in sections if one.body]
+    links = "".join(f'<a href="#{one.anchor}">{escape(one.name)}</a>' for one in shown)
     buttons = "".join(f'<button data-axis="{axis}">{axis}</button>' for axis in ("step", "time", "tokens"))
-    return (f'<div class="tools"><nav>{links}</nav><div class="axis" hidden>x-axis {buttons}'
-            f'<button data-reset hidden>whole run</button></div>{extra}</div>')
+    bar = (f'<div class="tools"><nav>{links}</nav><div class="axis" hidden>x-axis {buttons}'
+           f'<button data-reset hidden>whole run</button></div>{legend}</div>')
+    return "\n".join([bar, *map(axis_data, records), *(one.html() for one in shown)])
 
 
 def axis_data(record: RunRecord) -> str:
@@ -63,11 +83,6 @@ def axis_data(record: RunRecord) -> str:
     tokens = series(rows, "run/trained_tokens")[1] if all("run/trained_tokens" in row for row in rows) else []
     return (f'<i class="axis-data" hidden data-step="{numbers(steps)}" data-time="{numbers(times)}" '
             f'data-tokens="{numbers(tokens)}"></i>')
-
-
-def section(anchor: str, title: str, body: str) -> str:
-    """A heading and what is under it; empty if nothing is."""
-    return f'<section id="{escape(anchor)}"><h2>{escape(title)}</h2>{body}</section>' if body else ""
 
 
 def definition_list(css: str, pairs: Sequence[tuple[str, str]]) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from html import escape
 
 from streamrl.metrics.text import compact
-from streamrl.report.charts.curve import Curve
-from streamrl.report.charts.lines import line_chart
-from streamrl.report.page import page, section, table
+from streamrl.report.charts import line_chart
+from streamrl.report.curves import Curve
+from streamrl.report.page import Section, page, table
 
 ESS_FLOOR, PATIENCE = 0.3, 5
 """A fork's evidence ends where its ESS against the recorded log-probs is below this for so many batches in a row."""
@@ -74,12 +74,12 @@ def text_table(forks: Sequence[Fork]) -> str:
 
 def what_if_page(run: str, first: int, forks: Sequence[Fork]) -> str:
     """The page with a chart of each measure, and the table."""
-    charts = "".join(
-        line_chart(
-            title, _curves(forks, name), x_label="version", y_label="",
-            bound=("evidence ends", ESS_FLOOR) if name == "ess" else None,
-        ) for name, title in COLUMNS.items()
-    )
+    charts = [
+        line_chart(title, _curves(forks, name), x_label="version", y_label="",
+                   bound=("evidence ends", ESS_FLOOR) if name == "ess" else None)
+        for name, title in COLUMNS.items()
+    ]
+    figures = "".join(chart.html() for chart in charts if chart)
     header = ["version", "reward", *(f"{fork.name}: {name}" for fork in forks for name in COLUMNS)]
     rows = [[version, reward, *cells] for version, reward, cells in _rows(forks, tuple(COLUMNS))]
     said = table(["fork", "what came of it"], [[escape(fork.name), escape(_how(fork))] for fork in forks])
@@ -89,9 +89,9 @@ def what_if_page(run: str, first: int, forks: Sequence[Fork]) -> str:
     )
     title = f"{run}: what if, from version {first} on"
     return page(title, [
-        f"<h1>{escape(title)}</h1>{note}", section("forks", "Forks", said),
-        section("charts", "By version", f'<div class="charts">{charts}</div>'),
-        section("table", "Numbers", table(header, rows)),
+        f"<h1>{escape(title)}</h1>{note}", Section("Forks", said).html(),
+        Section("Charts", f'<div class="charts">{figures}</div>', "By version").html(),
+        Section("Table", table(header, rows), "Numbers").html(),
     ])
 
 

@@ -1,7 +1,7 @@
 // Hover values, an x-axis of steps, time or tokens, zoom, and hiding of runs. The page is complete without it.
 "use strict";
 (() => {
-  const SVG = "http://www.w3.org/2000/svg", EDGE = 4;  // EDGE: as in streamrl/report/charts/figure.py
+  const SVG = "http://www.w3.org/2000/svg", EDGE = 4;  // EDGE: as in streamrl/report/charts.py
   const list = (text) => (text ? text.split(",").map(Number) : []);
   const runs = [...document.querySelectorAll(".axis-data")].map((e) => ({
     step: list(e.dataset.step), time: list(e.dataset.time), tokens: list(e.dataset.tokens),

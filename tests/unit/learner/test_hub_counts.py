@@ -9,7 +9,7 @@ from streamrl.metrics.names import METRICS
 from streamrl.metrics.ranking import Objective
 from streamrl.metrics.run_record import RunRecord
 from streamrl.metrics.sinks import plain_line
-from streamrl.report.charts.curve import Curve, noisy
+from streamrl.report.curves import Curve, noisy
 from streamrl.report.headline import tiles
 
 

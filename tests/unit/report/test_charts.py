@@ -5,20 +5,31 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from streamrl.report.charts.bars import category_bars, histogram
-from streamrl.report.charts.curve import MAX_POINTS, Curve, noisy, smooth, thin
-from streamrl.report.charts.figure import SMALL, WIDE
-from streamrl.report.charts.lines import line_chart
-from streamrl.report.charts.scale import Scale, limits_of, log_ticks, ticks
-from streamrl.report.charts.shares import MAX_COLUMNS, bands_of, stacked_shares, summed
+from streamrl.report.charts import (
+    MAX_COLUMNS,
+    SMALL,
+    WIDE,
+    bands_of,
+    category_bars,
+    charts_html,
+    histogram,
+    line_chart,
+    stacked_shares,
+    summed,
+)
+from streamrl.report.curves import MAX_POINTS, Curve, Scale, limits_of, log_ticks, noisy, smooth, thin, ticks
 
 
-def svg_of(figure):
-    return ElementTree.fromstring(figure).find("svg")
+def lines(*curves, **options):
+    return line_chart("Title", curves, x_label="step", y_label="unit", **options)
 
 
-def curves_of(figure):
-    return [e for e in svg_of(figure).iter("path") if e.get("class").startswith("curve")]
+def svg_of(chart):
+    return ElementTree.fromstring(chart.html()).find("svg")
+
+
+def curves_of(chart):
+    return [e for e in svg_of(chart).iter("path") if e.get("class").startswith("curve")]
 
 
 def points_of(path):
@@ -47,7 +58,7 @@ def test_ticks_are_round_numbers_inside_the_range(low, high, expected):
 
 
 def test_a_curve_has_a_point_for_each_value_at_its_pixel():
-    figure = line_chart("Reward", [Curve("mean", [1, 2, 3], [0.0, 5.0, 10.0])], x_label="step", y_label="reward")
+    figure = lines(Curve("mean", [1, 2, 3], [0.0, 5.0, 10.0]))
 
     points = points_of(curves_of(figure)[0])
 
@@ -56,7 +67,7 @@ def test_a_curve_has_a_point_for_each_value_at_its_pixel():
 
 
 def test_the_x_axis_begins_with_a_tick_at_zero():
-    svg = svg_of(line_chart("Reward", [Curve("mean", [40, 80], [0.1, 0.2])], x_label="step", y_label="reward"))
+    svg = svg_of(lines(Curve("mean", [40, 80], [0.1, 0.2])))
 
     x_ticks = [e.text for e in svg.iter("text") if e.get("class") == "tick" and e.get("text-anchor") == "middle"]
     assert x_ticks == ["0", "20", "40", "60", "80"]
@@ -64,28 +75,27 @@ def test_the_x_axis_begins_with_a_tick_at_zero():
 
 def test_values_that_are_not_finite_leave_the_rest_of_the_curve_intact():
     nan = float("nan")
-    figure = line_chart("Loss", [Curve("loss", [1, 2, 3, 4], [1.0, nan, 2.0, nan])], x_label="step", y_label="loss")
+    figure = lines(Curve("loss", [1, 2, 3, 4], [1.0, nan, 2.0, nan]))
 
     assert len(points_of(curves_of(figure)[0])) == 2
-    assert line_chart("Loss", [Curve("loss", [1], [nan])], x_label="step", y_label="loss") == ""
+    assert lines(Curve("loss", [1], [nan])) is None
 
 
 def test_the_bound_is_drawn_at_its_value_and_inside_the_plot():
-    figure = line_chart("Lag", [Curve("max", [1, 2], [1, 2])], x_label="step", y_label="steps", from_zero=True,
-                        bound=("bound 8", 8))
+    figure = lines(Curve("max", [1, 2], [1, 2]), from_zero=True, bound=("bound 8", 8))
 
     line = next(e for e in svg_of(figure) if e.get("class") == "bound")
     assert float(line.get("y1")) == float(line.get("y2")) == pytest.approx(SMALL.y_scale(0, 8 * 1.06)(8), abs=0.01)
 
 
 def test_axes_carry_their_labels_and_a_legend_appears_only_for_several_curves():
-    one = line_chart("T", [Curve("a", [1, 2], [1, 2])], x_label="step", y_label="tokens/s")
-    two = line_chart("T", [Curve("a", [1, 2], [1, 2]), Curve("b & c", [1, 2], [1, 2], 1)], x_label="step", y_label="s")
+    one = lines(Curve("a", [1, 2], [1, 2]))
+    both = lines(Curve("a", [1, 2], [1, 2]), Curve("b & c", [1, 2], [1, 2], 1))
 
     labels = [e.text for e in svg_of(one) if "label" in e.get("class", "")]
-    assert labels == ["step", "tokens/s"]
-    assert 'class="legend"' not in one
-    assert "b &amp; c" in two and two.count('class="key') == 2
+    assert labels == ["step", "unit"]
+    assert 'class="legend"' not in one.html()
+    assert "b &amp; c" in both.html() and both.html().count('class="key') == 2
 
 
 def test_thinning_a_long_curve_keeps_its_spike():
@@ -136,10 +146,10 @@ def test_a_few_outliers_do_not_set_the_axis_and_are_counted():
     ys[3] = 57.0
 
     limits = limits_of([ys])
-    figure = line_chart("Ratio", [Curve("token", list(range(200)), ys)], x_label="step", y_label="ratio", robust=True)
+    figure = lines(Curve("token", list(range(200)), ys), robust=True)
 
     assert limits.high < 1.02 and limits.num_outside == 1 and limits.above == 57.0 and limits.below is None
-    assert "1 point outside the axis, up to 57" in figure
+    assert "1 point outside the axis, up to 57" in figure.html()
     assert limits_of([ys], robust=False).high > 57
 
 
@@ -150,15 +160,14 @@ def test_the_axis_of_a_short_curve_holds_every_value():
 
 
 def test_a_logarithmic_axis_has_ticks_at_powers_of_ten_and_no_place_for_zero():
-    figure = line_chart("Drift", [Curve("k3", [1, 2, 3, 4], [0.0, 1e-6, 1e-4, 1e-2])], x_label="step", y_label="nats",
-                        log=True)
+    figure = lines(Curve("k3", [1, 2, 3, 4], [0.0, 1e-06, 0.0001, 0.01]), log=True)
 
     points = points_of(curves_of(figure)[0])
     assert len(points) == 3
     assert points[0][1] - points[1][1] == pytest.approx(points[1][1] - points[2][1], abs=0.02), "equal factors"
     assert {"1e-6", "1e-4", "0.01"} <= {e.text for e in svg_of(figure).iter("text")}
     assert Scale(1, 100, 0, 10, log=True)(10) == pytest.approx(5)
-    assert line_chart("Drift", [Curve("k3", [1], [0.0])], x_label="step", y_label="nats", log=True) == ""
+    assert lines(Curve("k3", [1], [0.0]), log=True) is None
 
 
 @pytest.mark.parametrize(("low", "high", "expected"), [(1e-6, 1e-2, [1e-6, 1e-5, 1e-4, 1e-3, 1e-2]),
@@ -168,8 +177,7 @@ def test_log_ticks_are_powers_of_ten_or_their_halves(low, high, expected):
 
 
 def test_error_bars_reach_one_standard_error_up_and_down():
-    figure = line_chart("Evaluation", [Curve("score", [0, 10], [0.2, 0.5], dots=True, errors=[0.02, 0.1])],
-                        x_label="step", y_label="score", fixed=(0.0, 1.0))
+    figure = lines(Curve("score", [0, 10], [0.2, 0.5], dots=True, errors=[0.02, 0.1]), fixed=(0.0, 1.0))
 
     bars = next(e for e in svg_of(figure).iter("path") if e.get("class").startswith("errors")).get("d")
     to_y = SMALL.y_scale(0, 1)
@@ -178,25 +186,27 @@ def test_error_bars_reach_one_standard_error_up_and_down():
 
 
 def test_curves_carry_their_data_for_the_script_and_names_are_escaped():
-    figure = line_chart("T", [Curve('<a "b">', [1, 2], [0.25, 1e-7])], x_label="step", y_label="s")
+    figure = lines(Curve('<a "b">', [1, 2], [0.25, 1e-07]))
 
     (curve,) = curves_of(figure)
     assert (curve.get("data-name"), curve.get("data-x"), curve.get("data-y")) == ('<a "b">', "1,2", "0.25,1e-07")
-    assert "<a " not in figure
+    assert "<a " not in figure.html()
 
 
 def test_equal_curves_have_different_classes_so_that_one_is_dashed():
     both = [Curve("a", [1, 2], [1, 2], 0), Curve("b", [1, 2], [1, 2], 1)]
 
-    first, second = curves_of(line_chart("T", both, x_label="step", y_label="s"))
+    first, second = curves_of(lines(*both))
     assert first.get("d") == second.get("d") and first.get("class") != second.get("class")
 
 
-def test_a_wide_chart_is_drawn_for_a_phone_too():
-    svgs = ElementTree.fromstring(line_chart("T", [Curve("a", [1, 2], [1, 2])], x_label="step", y_label="s", wide=True)
-                                  ).findall("svg")
+def test_the_first_of_an_odd_number_fills_a_row_and_is_drawn_for_a_phone_too():
+    chart = lines(Curve("a", [1, 2], [1, 2]))
 
-    assert [svg.get("viewBox").split()[2] for svg in svgs] == [str(SMALL.width), str(WIDE.width)]
+    drawn = [[svg.get("viewBox").split()[2] for svg in figure.findall("svg")]
+             for figure in ElementTree.fromstring(charts_html([chart, None, chart, chart]))]
+    assert drawn == [[str(SMALL.width), str(WIDE)], [str(SMALL.width)], [str(SMALL.width)]]
+    assert "wide" not in charts_html([chart, chart]) and charts_html([None]) == ""
 
 
 def test_shares_of_lags_are_stacked_up_to_one():
@@ -206,11 +216,13 @@ def test_shares_of_lags_are_stacked_up_to_one():
     areas = [e for e in svg_of(figure).iter("path") if e.get("class").startswith("area")]
     data = [(e.get("data-name"), e.get("data-from"), e.get("data-y")) for e in areas]
     assert data == [("lag 0", "0,0", "1,0.25"), ("lag 2", "1,0.25", "1,1")], "lag 1 never occurs; step 3 has no token"
-    assert ">lag 0 <b>50%</b>" in figure
+    assert ">lag 0 <b>50%</b>" in figure.html()
 
 
 def test_a_run_of_one_step_has_shares_too():
-    assert 'data-y="1,1"' in stacked_shares("Lag", [(1, {0: 3})], x_label="step", y_label="share", name="lag")
+    one = stacked_shares("Lag", [(1, {0: 3})], x_label="step", y_label="share", name="lag")
+
+    assert 'data-y="1,1"' in one.html()
 
 
 def test_many_lags_fall_into_bands_that_double():
@@ -236,7 +248,6 @@ def test_a_noisy_curve_is_its_raw_data_and_its_average():
 
 
 def test_nothing_measured_draws_nothing():
-    assert histogram("Lag", {}, x_label="lag", y_label="tokens") == ""
-    assert stacked_shares("Lag", [(1, {})], x_label="step", y_label="share", name="lag") == ""
-    assert category_bars("Dropped", {}, unit="run") == ""
-    assert line_chart("Reward", [], x_label="step", y_label="reward") == ""
+    assert histogram("Lag", {}, x_label="lag", y_label="tokens") is None
+    assert stacked_shares("Lag", [(1, {})], x_label="step", y_label="share", name="lag") is None
+    assert category_bars("Dropped", {}, unit="run") is None and lines() is None

@@ -12,7 +12,7 @@ from streamrl.metrics.summary import series
 from streamrl.report.headline import tiles
 from streamrl.report.live.panel import _evaluation
 from streamrl.report.live.state import ViewState
-from streamrl.report.run_charts import evaluation_curves
+from streamrl.report.report import evaluation_curves
 
 
 @pytest.fixture(params=[1, 4])

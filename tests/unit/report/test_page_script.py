@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from streamrl.report.charts.figure import EDGE
+from streamrl.report.charts import EDGE
 from streamrl.report.compare import write_comparison
 from streamrl.report.page import asset
 from streamrl.report.report import write_report
