@@ -25,9 +25,9 @@ from streamrl.algorithms.checks import (
     read_log_ratios,
     require,
 )
-from streamrl.algorithms.controls.constraints import read_mean, signed_violation
-from streamrl.algorithms.estimators.groups import center_by_group
-from streamrl.algorithms.surrogates.corrections import require_range
+from streamrl.algorithms.controllers import read_mean, signed_violation
+from streamrl.algorithms.corrections import require_range
+from streamrl.algorithms.groups import center_by_group
 from streamrl.algorithms.types import DriftBins, Moments
 
 

@@ -6,7 +6,7 @@
     drift since the last publish     ->  publish now or later  publish.when
 
 The step's global totals are equal on all ranks, so ranks decide alike without communication, and rank 0 tells the hub.
-Rules: `streamrl.algorithms.staleness.control`.
+Rules: `streamrl.algorithms.staleness`.
 """
 
 from __future__ import annotations

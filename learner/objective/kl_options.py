@@ -7,10 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from learner.objective.options import brings_no_ratio, need, one_of, unused
-from streamrl.algorithms import find_surrogate
-from streamrl.algorithms.controls import constraints
-from streamrl.algorithms.controls import kl_controllers as controllers
-from streamrl.algorithms.controls.kl import LOSS_KINDS
+from streamrl.algorithms import controllers, find_surrogate
+from streamrl.algorithms.kl import LOSS_KINDS
 from streamrl.algorithms.types import ConstraintState, KlState
 from streamrl.config.schema import (
     ConstraintConfig,
@@ -36,7 +34,7 @@ ENTROPY_RULES: Mapping[EntropyAdapt, Callable[..., float]] = {
     EntropyAdapt.coef: controllers.entropy_coef_update, EntropyAdapt.clip_high: controllers.clip_high_update,
 }
 DUAL_METHODS: Mapping[ConstraintMethod, Callable[..., ConstraintState]] = {
-    ConstraintMethod.lagrangian: constraints.lagrangian_update, ConstraintMethod.pid: constraints.pid_lagrangian_update,
+    ConstraintMethod.lagrangian: controllers.lagrangian_update, ConstraintMethod.pid: controllers.pid_lagrangian_update,
 }
 _GIVEN = ("num_trajectories", "start", "sense", "frozen")  # what the learner itself passes to those functions
 
@@ -82,7 +80,7 @@ def constraint_limits(constraint: ConstraintConfig) -> dict[str, float]:
 
 def method_options(constraint: ConstraintConfig) -> dict[str, Any]:
     """Keyword arguments of the method of constraints, with the penalty's weight filled in."""
-    knobs = _knobs(DUAL_METHODS.get(constraint.method, constraints.constraint_penalty))
+    knobs = _knobs(DUAL_METHODS.get(constraint.method, controllers.constraint_penalty))
     options = _known("constraint.options", constraint.options, knobs, f"constraint.method={constraint.method.name}")
     if constraint.method is ConstraintMethod.penalty:
         options.setdefault("weight", knobs["weight"])
@@ -192,7 +190,7 @@ def _check_constraint(constraint: ConstraintConfig) -> None:
     options = method_options(constraint)
     rule = DUAL_METHODS.get(constraint.method)
     if rule is None:
-        _accepted("constraint.options", lambda: constraints.constraint_penalty(0.0, 1.0, **options))
+        _accepted("constraint.options", lambda: controllers.constraint_penalty(0.0, 1.0, **options))
         need(options["weight"] > 0.0, f"constraint.options.weight={options['weight']} must be positive.")
     else:
         _accepted("constraint.options", lambda: rule(ConstraintState(), 0.0, 1.0, **options))

@@ -1,7 +1,7 @@
 """Settings of advantages and loss: the functions they name, those functions' knobs, and what is refused.
 
 A setting that is unknown, impossible or without effect is an error before anything is generated. Tables and entries say
-what a function reads (`streamrl.algorithms.surrogates.registry`); nothing here lists names of algorithms.
+what a function reads (`streamrl.algorithms.registry`); nothing here lists names of algorithms.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from streamrl.algorithms import Estimator, Surrogate, check_pairing, find_correction, find_estimator, find_surrogate
-from streamrl.algorithms.surrogates.aggregation import MODES as AVG_LEVELS
-from streamrl.algorithms.surrogates.registry import Entry
+from streamrl.algorithms.aggregation import MODES as AVG_LEVELS
+from streamrl.algorithms.registry import Entry
 from streamrl.config.schema import AdvantageBy, AdvantageConfig, LossConfig, Segment, VetoStat
 from streamrl.errors import ConfigError
 from streamrl.extension import did_you_mean

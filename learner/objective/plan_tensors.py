@@ -36,8 +36,8 @@ from streamrl.algorithms import (
     seq_tis_weights,
     whiten,
 )
-from streamrl.algorithms.estimators.groups import group_advantages, group_mean, leave_one_out, opob
-from streamrl.algorithms.staleness.lag import split_by_lag
+from streamrl.algorithms.groups import group_advantages, group_mean, leave_one_out, opob
+from streamrl.algorithms.staleness import split_by_lag
 from streamrl.algorithms.types import ClipBounds, Moments
 from streamrl.config.schema import AdvantageConfig, Discount
 from streamrl.errors import ContentError

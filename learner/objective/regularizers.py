@@ -20,7 +20,7 @@ from learner.objective.options import brings_no_ratio
 from learner.objective.token_batch import POLICY, REFERENCE, TEACHER, TokenBatch
 from streamrl.algorithms import behavior_penalty, kl_estimate, kl_loss, kl_shaped_rewards
 from streamrl.algorithms.checks import LOG_BOUND
-from streamrl.algorithms.controls.kl import K3_BOUND, LOSS_KINDS
+from streamrl.algorithms.kl import K3_BOUND, LOSS_KINDS
 from streamrl.config.schema import ConstraintConfig, DistillConfig, EntropyConfig, KlConfig, LossConfig
 from streamrl.metrics.meter import Meter
 

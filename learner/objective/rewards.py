@@ -23,7 +23,7 @@ from learner.data.trajectories import Trajectory
 from learner.objective.plan_tensors import exchange
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import domination_count, gdpo_advantages, hypervolume_contributions, overlong_penalty
-from streamrl.algorithms.controls.multi_objective import tchebycheff, weighted_sum
+from streamrl.algorithms.scores import tchebycheff, weighted_sum
 from streamrl.config.schema import ObjectivesConfig, OverlongConfig
 from streamrl.errors import ConfigError, ContentError
 from streamrl.messages import PlanRow

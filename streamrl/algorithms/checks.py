@@ -78,6 +78,11 @@ def read_log_ratios(mask: Tensor, log_ratios: Tensor) -> Tensor:
     return values.clamp(-LOG_BOUND, LOG_BOUND)
 
 
+def clamped_difference(older: Tensor, newer: Tensor) -> Tensor:
+    """`newer - older`, clamped to +-LOG_BOUND: the log-ratio of log-probs that were read, hence 0 off the mask."""
+    return (newer - older).clamp(-LOG_BOUND, LOG_BOUND)
+
+
 def row_counts(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Number of action tokens per row, [B], at least 1 so that it can divide a row's sum of zeros."""
     return mask.sum(1).clamp(min=1).to(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from streamrl.algorithms.surrogates.registry import ESTIMATOR_ENTRIES
+from streamrl.algorithms.registry import ESTIMATOR_ENTRIES
 from streamrl.metrics.names import METRICS, lookup
 
 Settings = Mapping[str, Any]

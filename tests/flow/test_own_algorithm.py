@@ -7,7 +7,7 @@ import re
 import pytest
 
 import streamrl
-from streamrl.algorithms.surrogates.registry import ESTIMATOR_INPUTS, SURROGATE_INPUTS
+from streamrl.algorithms.registry import ESTIMATOR_INPUTS, SURROGATE_INPUTS
 from tests.docs.extract import ROOT, extract
 from tests.flow.processes import RunHarness
 

@@ -21,7 +21,7 @@ from learner.objective.regularizers import Regularizers
 from learner.ranks.mesh import Ranks
 from learner.setup.trainer import leaves_out, make_staleness
 from streamrl.algorithms import Correction, CorrectionSpec, find_surrogate
-from streamrl.algorithms.surrogates.registry import SURROGATE_ENTRIES
+from streamrl.algorithms.registry import SURROGATE_ENTRIES
 from streamrl.algorithms.types import TokenLoss
 from streamrl.config.schema import AdvantageConfig, ConstraintConfig, EntropyConfig, KlConfig, LossConfig
 from tests.unit.config.setting_harness import config_of

@@ -20,12 +20,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import LOG_BOUND, only, read, require
-from streamrl.algorithms.estimators.ratios import differentiable_log_ratios
+from streamrl.algorithms.checks import clamped_difference, only, read, require
 
-__all__ = ["kl_estimate", "kl_loss", "kl_shaped_rewards"]
+__all__ = [
+    "kl_estimate", "kl_loss", "kl_shaped_rewards",
+]
+
 
 K3_BOUND = 10.0
+ESTIMATES = ("k1", "k2", "k3")
 LOSS_KINDS = ("k2_is", "k1_is", "k3_is", "k2", "k3", "k1+", "k3+")
 
 
@@ -35,14 +38,16 @@ def kl_estimate(policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tenso
     Read it as a value; as a loss use `kl_loss`. x is clamped to +-20 and k3 to +-10, with gradient 0 beyond.
     Source: J. Schulman, "Approximating KL divergence" (2020).
     """
-    require(kind in ("k1", "k2", "k3"), f"kind={kind!r} must be one of k1, k2, k3")
+    require(kind in ESTIMATES, f"kind={kind!r} must be one of {', '.join(ESTIMATES)}")
     policy, reference = read(mask, policy_logprobs=policy_logprobs, reference_logprobs=reference_logprobs.detach())
-    x = (policy - reference).clamp(-LOG_BOUND, LOG_BOUND)
+    return _estimate(clamped_difference(reference, policy), kind)
+
+
+def _estimate(x: Tensor, kind: str) -> Tensor:
+    """k1, k2 or k3 of clamped log-ratios x; 0 where x is."""
     if kind == "k1":
-        return only(mask, x)
-    if kind == "k2":
-        return only(mask, x.square() / 2)
-    return only(mask, (torch.expm1(-x) + x).clamp(-K3_BOUND, K3_BOUND))
+        return x
+    return x.square() / 2 if kind == "k2" else (torch.expm1(-x) + x).clamp(-K3_BOUND, K3_BOUND)
 
 
 def kl_loss(
@@ -59,22 +64,26 @@ def kl_loss(
     """
     require(kind in LOSS_KINDS, f"kind={kind!r} must be one of {', '.join(LOSS_KINDS)}")
     require(cap > 0.0, f"cap={cap} must be positive")
+    behavior, policy, reference = read(
+        mask, behavior_logprobs=behavior_logprobs.detach(), policy_logprobs=policy_logprobs,
+        reference_logprobs=reference_logprobs.detach(),
+    )
+    x = clamped_difference(reference, policy)
+    penalty = _estimate(x, kind[:2])
     if kind in ("k2", "k3"):
-        return kl_estimate(policy_logprobs, reference_logprobs, mask, kind=kind)
+        return penalty
     if kind in ("k1+", "k3+"):
-        slope = kl_estimate(policy_logprobs, reference_logprobs, mask, kind="k2")
-        value = kl_estimate(policy_logprobs, reference_logprobs, mask, kind=kind[:2])
-        return slope - slope.detach() + value.detach()
-    penalty = kl_estimate(policy_logprobs, reference_logprobs, mask, kind=kind[:2])
-    log_ratio = differentiable_log_ratios(behavior_logprobs, policy_logprobs, mask)
+        slope = _estimate(x, "k2")
+        return slope - slope.detach() + penalty.detach()
+    log_ratio = clamped_difference(behavior, policy)
     if kind == "k2_is":
         return log_ratio.detach().exp().clamp(max=cap) * penalty
     if kind == "k1_is":
         return log_ratio.exp() * penalty
     # Differentiated directly, a token whose k3 is at its bound would keep `rho k3` of the two terms and lose
     # `rho (1 - exp(-x))`: a push away from the reference just where the policy is farthest from it.
-    ratio, x = log_ratio.detach().exp(), kl_estimate(policy_logprobs, reference_logprobs, mask, kind="k1").detach()
-    slope = ratio * x * log_ratio
+    ratio = log_ratio.detach().exp()
+    slope = ratio * x.detach() * log_ratio
     return slope - slope.detach() + ratio * penalty.detach()
 
 
@@ -88,5 +97,8 @@ def kl_shaped_rewards(
     per token misses.
     """
     require(beta >= 0.0, f"beta={beta} must not be negative")
-    (rewards,) = read(mask, rewards=rewards)
-    return only(mask, rewards - beta * kl_estimate(policy_logprobs, reference_logprobs, mask, kind=kind))
+    require(kind in ESTIMATES, f"kind={kind!r} must be one of {', '.join(ESTIMATES)}")
+    rewards, policy, reference = read(
+        mask, rewards=rewards, policy_logprobs=policy_logprobs, reference_logprobs=reference_logprobs
+    )
+    return only(mask, rewards - beta * _estimate(clamped_difference(reference, policy), kind))

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.checks import LOG_BOUND, only, read, read_log_ratios, require, row_counts
-from streamrl.algorithms.estimators.scan import suffix_scan
+from streamrl.algorithms.tokens import suffix_scan
 from streamrl.algorithms.types import SequenceStats
 
-__all__ = ["log_ratios", "sequence_stats", "token_log_ratios", "trace_length"]
+__all__ = [
+    "log_ratios", "sequence_stats", "token_log_ratios", "trace_length",
+]
 
 
 @torch.no_grad()
@@ -26,18 +28,11 @@ def token_log_ratios(
     batch is assembled; NaN is not hidden.
     """
     require(bound > 0.0, f"bound={bound} must be positive")
-    return differentiable_log_ratios(behavior_logprobs, policy_logprobs, mask, bound=bound)
+    older, policy = read(mask, behavior_logprobs=behavior_logprobs, policy_logprobs=policy_logprobs)
+    return only(mask, (policy - older).clamp(-bound, bound))
 
 
 log_ratios = token_log_ratios  # the short public name, for callers without a local variable of that name
-
-
-def differentiable_log_ratios(
-    older_logprobs: Tensor, policy_logprobs: Tensor, mask: Tensor, *, bound: float = LOG_BOUND
-) -> Tensor:
-    """`token_log_ratios` with its gradient in `policy_logprobs`; 0 where the clamp acts."""
-    older, policy = read(mask, behavior_logprobs=older_logprobs.detach(), policy_logprobs=policy_logprobs)
-    return only(mask, (policy - older).clamp(-bound, bound))
 
 
 @torch.no_grad()
@@ -62,7 +57,6 @@ def sequence_stats(log_ratios: Tensor, mask: Tensor) -> SequenceStats:
 def row_log_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
     """S of each row, [B], clamped to +-20 so that its exponential is finite."""
     return sequence_stats(log_ratios, mask).log_sum.clamp(-LOG_BOUND, LOG_BOUND)
-
 
 
 @torch.no_grad()

@@ -15,23 +15,31 @@ are not weights and combine with anything.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
+from streamrl.algorithms import surrogates
 from streamrl.algorithms.checks import require
-from streamrl.algorithms.estimators.groups import group_advantages, reinforce_pp_advantages
-from streamrl.algorithms.estimators.retrace import retrace_q, retrace_v
-from streamrl.algorithms.estimators.returns import clipped_is, gae, n_step, td_lambda
-from streamrl.algorithms.estimators.vtrace import vtrace, vtrace_critic_free, vtrace_segments
-from streamrl.algorithms.returned import checked_advantages, checked_losses
-from streamrl.algorithms.staleness.control import clip_from_budget
-from streamrl.algorithms.surrogates import clipped, weighted
-from streamrl.algorithms.surrogates.corrections import CORRECTION_PRESETS
+from streamrl.algorithms.corrections import CORRECTION_PRESETS
+from streamrl.algorithms.groups import group_advantages, reinforce_pp_advantages
+from streamrl.algorithms.returns import (
+    clipped_is,
+    gae,
+    n_step,
+    retrace_q,
+    retrace_v,
+    td_lambda,
+    vtrace,
+    vtrace_critic_free,
+    vtrace_segments,
+)
+from streamrl.algorithms.staleness import clip_from_budget
 from streamrl.algorithms.types import ClipBounds, CorrectionSpec, Returns, SegmentReturns, TokenLoss
 from streamrl.errors import ConfigError
 from streamrl.extension import resolve
@@ -41,6 +49,7 @@ __all__ = [
     "SURROGATE_INPUTS", "Estimator", "Surrogate", "check_pairing", "find_correction", "find_estimator",
     "find_surrogate",
 ]
+
 
 T = TypeVar("T")
 
@@ -231,26 +240,26 @@ ESTIMATOR_ENTRIES: Mapping[str, Estimator] = MappingProxyType({
 })
 
 SURROGATE_ENTRIES: Mapping[str, Surrogate] = MappingProxyType({
-    "reinforce": Surrogate(weighted.reinforce, fixed=("weights",)),
-    "ppo_clip": Surrogate(clipped.ppo_clip),
-    "decoupled_ppo": Surrogate(clipped.decoupled_ppo),
-    "tis": Surrogate(weighted.tis),
-    "cispo": Surrogate(weighted.cispo),
-    "aipo": Surrogate(weighted.aipo),
-    "seq_tis": Surrogate(weighted.seq_tis),
-    "minpro": Surrogate(weighted.minpro),
-    "mis": Surrogate(weighted.mis),
-    "icepop": Surrogate(weighted.mis),
-    "dis": Surrogate(weighted.mis, clip_knobs=("low", "high"), clips_ratio=True),
+    "reinforce": Surrogate(surrogates.reinforce, fixed=("weights",)),
+    "ppo_clip": Surrogate(surrogates.ppo_clip),
+    "decoupled_ppo": Surrogate(surrogates.decoupled_ppo),
+    "tis": Surrogate(surrogates.tis),
+    "cispo": Surrogate(surrogates.cispo),
+    "aipo": Surrogate(surrogates.aipo),
+    "seq_tis": Surrogate(surrogates.seq_tis),
+    "minpro": Surrogate(surrogates.minpro),
+    "mis": Surrogate(surrogates.mis),
+    "icepop": Surrogate(surrogates.mis),
+    "dis": Surrogate(surrogates.mis, clip_knobs=("low", "high"), clips_ratio=True),
     # The mean ratio of a trajectory stays within about 0.001 of 1: a clip as wide as PPO's would never act.
-    "gspo": Surrogate(clipped.gspo, whole_row=True, max_clip=0.1),
-    "gmpo": Surrogate(clipped.gmpo, whole_row=True),
-    "topr": Surrogate(weighted.topr),
-    "sapo": Surrogate(clipped.sapo),
-    "vespo": Surrogate(weighted.vespo),
-    "m2po": Surrogate(clipped.m2po, clip_knobs=("floor_low", "floor_high"), fit=clip_from_budget),
-    "dppo_tv": Surrogate(weighted.dppo_tv, clip_knobs=("bound_low", "bound_high")),
-    "dppo_kl": Surrogate(weighted.dppo_kl, clip_knobs=("bound_low", "bound_high")),
+    "gspo": Surrogate(surrogates.gspo, whole_row=True, max_clip=0.1),
+    "gmpo": Surrogate(surrogates.gmpo, whole_row=True),
+    "topr": Surrogate(surrogates.topr),
+    "sapo": Surrogate(surrogates.sapo),
+    "vespo": Surrogate(surrogates.vespo),
+    "m2po": Surrogate(surrogates.m2po, clip_knobs=("floor_low", "floor_high"), fit=clip_from_budget),
+    "dppo_tv": Surrogate(surrogates.dppo_tv, clip_knobs=("bound_low", "bound_high")),
+    "dppo_kl": Surrogate(surrogates.dppo_kl, clip_knobs=("bound_low", "bound_high")),
 })
 
 ESTIMATORS: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -348,3 +357,57 @@ def check_pairing(
         f"{combination}: nothing applies the whole ratio pi/mu although max_lag={max_lag} > 0 (found "
         f"{carriers or 'nothing'}); allow_uncorrected=True permits this as a negative control",
     )
+
+
+def checked_losses(found: Any, policy_logprobs: Tensor, function: Callable[..., Any]) -> TokenLoss:
+    """The result of a surrogate; bare losses clip nothing. Raises ConfigError."""
+    shape = policy_logprobs.shape
+    if isinstance(found, Tensor):
+        found = TokenLoss(found, torch.zeros(shape, dtype=torch.bool, device=policy_logprobs.device))
+    wrong = "" if isinstance(found, TokenLoss) else f"returned {_described(found)}"
+    if not wrong and not _fits(found.losses, shape):
+        wrong = f"returned losses that are {_described(found.losses)}"
+    if not wrong and not _fits(found.clipped, shape, is_bool=True):
+        wrong = f"returned `clipped` that is {_described(found.clipped)}"
+    if not wrong and torch.is_grad_enabled() and policy_logprobs.requires_grad and not found.losses.requires_grad:
+        wrong = "returned losses without a gradient: compute them from policy_logprobs"
+    if wrong:
+        raise ConfigError(
+            f"loss.surrogate={_name(function)} {wrong}; return TokenLoss(losses=[B, T], clipped=bool [B, T]), or the "
+            f"losses alone, a float tensor [B, T] (here {list(shape)}) that depends on policy_logprobs."
+        )
+    return found
+
+
+def checked_advantages(
+    found: Any, shape: Sequence[int], function: Callable[..., Any], *, needs_targets: bool
+) -> Tensor | Returns | SegmentReturns:
+    """The result of an estimator for inputs of this shape, [B, T] or [P]. Raises ConfigError."""
+    letters = "[P]" if len(shape) == 1 else "[B, T]"
+    wrong, usual = "", f"a float tensor {letters} (here {list(shape)})"
+    if isinstance(found, Returns | SegmentReturns) and len(shape) == 2:
+        for name, part in (("advantages", found.advantages), ("targets", found.targets)):
+            if not wrong and not _fits(part, shape):
+                wrong = f"`{name}` that is {_described(part)}"
+    elif not _fits(found, shape) or needs_targets:
+        wrong = _described(found)
+    if wrong:
+        what = f"Returns(advantages, targets), each {usual}, as it reads a critic" if needs_targets else usual
+        raise ConfigError(f"advantage.estimator={_name(function)} returned {wrong}; return {what}.")
+    return found
+
+
+def _fits(value: Any, shape: Sequence[int], *, is_bool: bool = False) -> bool:
+    if not isinstance(value, Tensor) or list(value.shape) != list(shape):
+        return False
+    return value.dtype == torch.bool if is_bool else value.is_floating_point()
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a Tensor of {list(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
+    return "nothing (is a `return` missing?)" if value is None else f"a {type(value).__name__}"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"

@@ -15,8 +15,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import check_rows, check_tokens, float_dtype, only, read, read_log_ratios, require
-from streamrl.algorithms.estimators.ratios import row_log_ratios, sequence_stats
+from streamrl.algorithms.checks import check_rows, only, read, read_log_ratios, require
+from streamrl.algorithms.ratios import row_log_ratios, sequence_stats
 from streamrl.algorithms.types import Correction, CorrectionSpec
 
 __all__ = [
@@ -127,7 +127,6 @@ def apply_correction(spec: CorrectionSpec, log_ratios: Tensor, mask: Tensor) -> 
     """The weights (1 if the spec has none) and the mask of one `CorrectionSpec`; see `CORRECTION_PRESETS`."""
     levels = ("none", "token", "sequence")
     require(spec.weight in levels, f"weight={spec.weight!r} must be one of {', '.join(levels)}")
-    check_tokens(mask, log_ratios=log_ratios)
     if spec.function is not None:
         return spec.function(log_ratios, mask)
     if spec.weight == "token":
@@ -135,7 +134,7 @@ def apply_correction(spec: CorrectionSpec, log_ratios: Tensor, mask: Tensor) -> 
     elif spec.weight == "sequence":
         weights = seq_tis_weights(log_ratios, mask, cap=spec.cap)
     else:
-        weights = mask.to(float_dtype(log_ratios))
+        weights = only(mask, torch.ones_like(read_log_ratios(mask, log_ratios)))
     if spec.normalize and spec.weight != "none":
         weights = normalize_weights(weights, mask, level=spec.weight)
     return Correction(weights=weights, keep=_rejection(spec, log_ratios, mask))

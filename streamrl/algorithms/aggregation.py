@@ -9,9 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import check_alike, check_rows, check_tokens, only, read, require
+from streamrl.algorithms.checks import check_alike, check_rows, check_tokens, float_dtype, only, require
 
-__all__ = ["aggregate", "aggregation_weights"]
+__all__ = [
+    "aggregate", "aggregation_weights",
+]
+
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean")
 
@@ -79,10 +82,8 @@ def aggregate(
         row_weights: [B] from `aggregation_weights` over the whole optimizer batch; then `mode`, `group_ids` and
             `max_tokens` are not used. Without it the rows given are taken to be the whole batch.
     """
-    (values,) = read(mask, losses=losses)
-    if keep is not None:
-        check_tokens(mask, keep=keep)
-        values = only(keep, values)
+    check_tokens(mask, losses=losses, **({} if keep is None else {"keep": keep}))
+    values = only(mask if keep is None else mask & keep, losses.to(float_dtype(losses)))
     if row_weights is None:
         row_weights = aggregation_weights(
             mask.sum(1).to(values.dtype), mode=mode, group_ids=group_ids, max_tokens=max_tokens

@@ -1,24 +1,225 @@
-"""Controllers of the lag bound, the step size and the clip, from measured staleness.
+"""Lag, drift of the policy with lag, and the controllers of lag bound, step size and clip that read them.
 
-They are pure: those with a state take it with one measurement (a detached global mean) and return the next state; a
-caller steps them once per optimizer step.
+Version n is the number of optimizer steps done; a batch whose update produces n + 1 trains at version n, and a token of
+version v has lag `n - v`. A batch holds tokens of many lags; the second moment of their log-ratios,
+`m2(d) = E[ell^2 | lag d]`, is kept per lag bin and forgotten exponentially: it predicts the cost of a larger lag before
+it is allowed. Controllers take a state with one measurement (a detached global mean) and return the next state; a
+caller steps them once per optimizer step. States are Python numbers.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import LOG_BOUND, read, read_log_ratios, require
-from streamrl.algorithms.staleness.drift import predict_m2
-from streamrl.algorithms.types import BreakerState, ClipBounds, DriftFit, DriftModel, GoodputState, LagBound
+from streamrl.algorithms.checks import LOG_BOUND, check_alike, check_tokens, read, read_log_ratios, require
+from streamrl.algorithms.types import (
+    BreakerState,
+    ClipBounds,
+    DriftBins,
+    DriftFit,
+    DriftModel,
+    GoodputState,
+    LagBound,
+    LagSummary,
+)
 
 __all__ = [
-    "clip_from_budget", "goodput", "lag_for_ess", "lr_scale", "rho_bar_for_ess", "should_publish", "spread_budget",
-    "step_breaker", "step_goodput", "step_lag_bound", "zscore_keep",
+    "clip_from_budget", "fit_drift", "goodput", "lag_for_ess", "lag_keep", "lag_summary", "lag_weights", "lr_scale",
+    "oscillation", "predict_m2", "rho_bar_for_ess", "should_publish", "split_by_lag", "spread_budget", "step_breaker",
+    "step_goodput", "step_lag_bound", "token_lags", "update_drift", "zscore_keep",
 ]
+
+
+@torch.no_grad()
+def token_lags(versions: Tensor, version: int, mask: Tensor) -> Tensor:
+    """`version - versions` per action token, 0 elsewhere; int64 [B, T]. A negative lag is a fault: a future version."""
+    check_tokens(mask, versions=versions)
+    lags = version - versions.long()
+    return torch.where(mask, lags, torch.zeros_like(lags))
+
+
+@torch.no_grad()
+def lag_summary(versions: Tensor, version: int, mask: Tensor) -> LagSummary:
+    """Lag of each row's oldest and newest action token; see `LagSummary`."""
+    lags = token_lags(versions, version, mask)
+    if not mask.shape[1]:
+        return LagSummary(head=lags.sum(1), tail=lags.sum(1))
+    extreme, occupied = torch.iinfo(torch.int64).max, mask.any(1)
+    head = torch.where(mask, lags, -extreme).amax(1)
+    tail = torch.where(mask, lags, extreme).amin(1)
+    return LagSummary(head=torch.where(occupied, head, 0), tail=torch.where(occupied, tail, 0))
+
+
+@torch.no_grad()
+def lag_keep(lags: Tensor, mask: Tensor, *, max_lag: int | Tensor) -> Tensor:
+    """Action tokens with `0 <= lag <= max_lag`; bool [B, T]. Masks the too-old prefix instead of dropping the row.
+
+    `max_lag` may be int64 [B, 1]: a bound for each trajectory.
+    """
+    require(bool(torch.as_tensor(max_lag >= 0).all()), f"max_lag={max_lag} must not be negative")
+    check_tokens(mask, lags=lags)
+    return mask & (lags >= 0) & (lags <= max_lag)
+
+
+@torch.no_grad()
+def lag_weights(lags: Tensor, mask: Tensor, *, max_lag: int, decay: float) -> Tensor:
+    """`decay ** (lag - max_lag)` on tokens older than max_lag, 1 on the others; float32 [B, T], 0 off the mask.
+
+    Multiplies token losses whose denominator stays: old tokens count less, the others no more than before.
+    """
+    require(max_lag >= 0, f"max_lag={max_lag} must not be negative")
+    require(0.0 <= decay <= 1.0, f"decay={decay} must lie in [0, 1]")
+    check_tokens(mask, lags=lags)
+    beyond = torch.where(mask, lags - max_lag, torch.zeros_like(lags)).clamp(min=0)
+    return torch.pow(torch.tensor(decay, device=lags.device), beyond) * mask
+
+
+def split_by_lag(group_ids: Tensor, head_lags: Tensor, *, budget: int) -> Tensor:
+    """New group numbers in which no group spreads over more than `budget` optimizer steps of head lag; int64 [B].
+
+    A group is cut into runs of neighboring lags, youngest first, each as long as the budget allows; groups within it
+    stay whole. Rows of a sub-group are compared with each other only, because policies that far apart have no common
+    mean.
+    """
+    require(budget >= 0, f"budget={budget} must not be negative")
+    check_alike(group_ids=group_ids, head_lags=head_lags)
+    order = sorted(range(len(group_ids)), key=lambda i: (int(group_ids[i]), int(head_lags[i])))
+    result = torch.zeros_like(group_ids, dtype=torch.int64)
+    number, first = -1, (None, 0)
+    for i in order:
+        group, lag = int(group_ids[i]), int(head_lags[i])
+        if group != first[0] or lag - first[1] > budget:
+            number, first = number + 1, (group, lag)
+        result[i] = number
+    return result
+
+
+_LEAST_SHARE = 1e-3  # of all tokens that a bin remembers
+
+
+def update_drift(model: DriftModel | None, bins: DriftBins, *, half_life: float = 30.0) -> DriftModel:
+    """The model after one more batch; old tokens count half after `half_life` steps. `model` None starts one."""
+    require(half_life > 0.0, f"half_life={half_life} must be positive")
+    if model is None:
+        return DriftModel(lag=bins.lag, count=bins.count, m2=bins.m2, standard_error=bins.standard_error)
+    require(
+        len(model.lag) == len(bins.lag),
+        f"model has {len(model.lag)} bins but the batch has {len(bins.lag)}: the edges must not change",
+    )
+    decay = 0.5 ** (1.0 / half_life)
+    merged = [_merge(old, new, decay) for old, new in zip(_bins(model), _bins(bins), strict=True)]
+    return DriftModel(*zip(*merged, strict=True))
+
+
+def _bins(table: DriftBins | DriftModel) -> Iterator[tuple[float, float, float, float]]:
+    """(lag, count, m2, standard error) of each bin."""
+    return zip(table.lag, table.count, table.m2, table.standard_error, strict=True)
+
+
+def _merge(old: tuple[float, ...], new: tuple[float, ...], decay: float) -> tuple[float, float, float, float]:
+    """Count-weighted mean of two bins (lag, count, m2, standard error), the old one discounted."""
+    weight, added = decay * old[1], new[1]
+    total = weight + added
+    if total <= 0.0:
+        return new[0], 0.0, 0.0, 0.0
+    lag = (weight * old[0] + added * new[0]) / total
+    m2 = (weight * old[2] + added * new[2]) / total
+    error = math.hypot(weight * old[3], added * new[3]) / total
+    return lag, total, m2, error
+
+
+def fit_drift(model: DriftModel) -> DriftFit:
+    """Power law `m2(d) = floor + scale d^exponent` by least squares of log(m2 - floor) on log d, weighted by count.
+
+    The floor is the bin at lag 0 (0 if there is none). The exponent is clipped to [1, 2], from a random walk to aligned
+    updates; with fewer than two usable bins it is 1, and without any the scale is 0.
+    """
+    rows = _filled(model)
+    floor = next((m2 for lag, _, m2, _ in rows if lag == 0.0), 0.0)
+    usable = [row for row in rows if row[0] > 0.0 and row[2] > floor]
+    if not usable:
+        return DriftFit(floor=floor, scale=0.0, exponent=1.0, standard_error=0.0)
+    weights = [count for _, count, _, _ in usable]
+    total = sum(weights)
+    xs = [math.log(lag) for lag, _, _, _ in usable]
+    ys = [math.log(m2 - floor) for _, _, m2, _ in usable]
+    mean_x = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
+    mean_y = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, xs, strict=True))
+    exponent = 1.0
+    if len(usable) >= 2 and spread > 0.0:
+        covariance = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, xs, ys, strict=True))
+        exponent = min(2.0, max(1.0, covariance / spread))
+    intercept = mean_y - exponent * mean_x
+    if len(usable) >= 3:
+        residuals = sum(w * (y - intercept - exponent * x) ** 2 for w, x, y in zip(weights, xs, ys, strict=True))
+        error = math.sqrt(residuals / total * len(usable) / (len(usable) - 2))
+    else:
+        # Too few bins for a residual: the bins' own relative error.
+        error = sum(count * error / m2 for _, count, m2, error in usable) / total
+    return DriftFit(floor=floor, scale=math.exp(intercept), exponent=exponent, standard_error=error)
+
+
+def predict_m2(model: DriftModel, lag: float) -> float:
+    """A pessimistic m2 at `lag`, never decreasing in it.
+
+    Inside the data the running maximum of the bins (each plus its standard error), linear in between; outside them the
+    power law times `exp(standard_error)`, not above the first bin and not below the last.
+    Raises:
+        ValueError: negative lag, or a model without any token.
+    """
+    require(lag >= 0.0, f"lag={lag} must not be negative")
+    rows = _filled(model)
+    require(bool(rows), "the drift model holds no tokens: update it with a batch first")
+    envelope, highest = [], 0.0
+    for center, _, m2, error in rows:
+        highest = max(highest, m2 + error)
+        envelope.append((center, highest))
+    (first, lowest), (last, _) = envelope[0], envelope[-1]
+    if first <= lag <= last:
+        return _interpolate(envelope, lag)
+    fit = fit_drift(model)
+    outside = (fit.floor + fit.scale * lag**fit.exponent) * math.exp(fit.standard_error)
+    return min(lowest, outside) if lag < first else max(highest, outside)
+
+
+def oscillation(model: DriftModel, lag: float) -> float:
+    """`1 - m2(lag) / max_{d < lag} m2(d)`, in [0, 1]: how far drift has swung back at `lag`.
+
+    Delayed feedback overshoots and returns; above 0.3 the step is too large for the delay even if the ESS looks fine.
+    0 without data below `lag`.
+    """
+    require(lag >= 0.0, f"lag={lag} must not be negative")
+    rows = _filled(model)
+    earlier = max((m2 for center, _, m2, _ in rows if center < lag), default=0.0)
+    if earlier <= 0.0:
+        return 0.0
+    now = _interpolate([(center, m2) for center, _, m2, _ in rows], lag)
+    return max(0.0, 1.0 - now / earlier)
+
+
+def _filled(model: DriftModel) -> list[tuple[float, float, float, float]]:
+    """(lag, count, m2, standard error) of the bins with enough tokens, by lag.
+
+    A lag that no longer occurs is forgotten too: below one token, or a thousandth of all, its bin is left out.
+    """
+    least = min(max(1.0, _LEAST_SHARE * sum(model.count)), max(model.count, default=0.0))
+    return sorted(row for row in _bins(model) if row[1] >= least and row[1] > 0.0)
+
+
+def _interpolate(points: list[tuple[float, float]], x: float) -> float:
+    """Piecewise linear through sorted points, constant outside them."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (left, low), (right, high) in zip(points, points[1:], strict=False):
+        if x <= right:
+            return low + (high - low) * (x - left) / (right - left) if right > left else high
+    return points[-1][1]
+
 
 _LR_FLOOR = 0.1  # of `lr_scale`; the circuit breaker counts the steps spent there
 _LARGEST_LAG = 2**20  # answer of `spread_budget` when no finite spread costs anything

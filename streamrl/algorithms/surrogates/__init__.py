@@ -1,1 +1,0 @@
-"""Policy losses per token: `weighted` (detached weight times log pi) and `clipped` (bounded ratio)."""
