@@ -122,6 +122,7 @@ def _template(node: ast.expr, constants: dict[str, str]) -> str:
     return HOLE
 
 
+@cache
 def page() -> str:
     """The page `errors.md` of the site."""
     parts = [

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from tests.contract.error_messages import REMEDIES, WHAT_TO_DO, error_classes, error_texts, page
 
-PAGE = page()
-
 
 def test_the_texts_of_the_code_are_found_and_stand_on_the_page():
-    assert len(error_texts()) > 150 and PAGE.count("\n| `") > 150
-    assert "\n| `policy.model_path is not set: " in PAGE
+    assert len(error_texts()) > 150 and page().count("\n| `") > 150
+    assert "\n| `policy.model_path is not set: " in page()
     assert any(one.text.startswith("policy.model_path is not set: ") for one in error_texts())
 
 
@@ -23,4 +21,4 @@ def test_every_remedy_belongs_to_a_text():
 
 
 def test_every_class_of_error_is_on_the_page():
-    assert [one.__name__ for one in error_classes() if f"| `{one.__name__}` |" not in PAGE] == []
+    assert [one.__name__ for one in error_classes() if f"| `{one.__name__}` |" not in page()] == []

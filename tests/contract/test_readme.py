@@ -6,8 +6,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from envs.check import check_task
 from envs.registry import load_task
 from streamrl.config.load import check_overrides, load_config
@@ -18,12 +16,13 @@ README, AGENTS = ((ROOT / name).read_text() for name in ("README.md", "AGENTS.md
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_leads_to_a_file(path):
-    for target in re.findall(r"\]\(([^)#]+?)\)", path.read_text()):
-        if not target.startswith("http"):
-            made = path.parent == ROOT / "docs" and target in PAGES
-            assert made or (path.parent / target).exists(), target
+def test_every_link_leads_to_a_file():
+    links = {(path, target) for path in DOCS for target in re.findall(r"\]\(([^)#]+?)\)", path.read_text())}
+    assert [
+        (str(path.relative_to(ROOT)), target) for path, target in sorted(links)
+        if not target.startswith("http") and not (path.parent / target).exists()
+        and not (path.parent == ROOT / "docs" and target in PAGES)
+    ] == []
 
 
 def test_the_first_command_stands_on_the_first_screen_and_the_page_is_short():
