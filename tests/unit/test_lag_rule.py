@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from streamrl.lag_rule import LagRule
+from tests.kit.each import each
 
 CASES = list(product([1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2, 3, 5, 8], [1, 3]))  # B, eta, W, S
 
@@ -26,7 +27,7 @@ def latest_training(rule: LagRule, rank: int) -> int:
     return max(batch * rule.steps_per_batch + step for step in range(rule.steps_per_batch))
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_the_bound_is_the_largest_lag_that_grants_and_window_allow(case):
     rule = rule_of(*case)
     lags = {
@@ -41,7 +42,7 @@ def test_the_bound_is_the_largest_lag_that_grants_and_window_allow(case):
     assert max(lags) == rule.bound == unset.max_lag
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_an_actor_with_the_newest_weights_may_take_every_group_that_capacity_allows(case):
     rule = rule_of(*case)
     for version in range(5):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
+from tests.kit.each import each
 
 from .rows import random_rows
 
@@ -34,7 +35,7 @@ def by_definition(mode, losses, mask, group_ids, max_tokens, keep=None):
     return sum(means) / len(groups)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("masked", [False, True])
 def test_each_mode_is_its_definition(masked, mode, seed):
@@ -46,7 +47,7 @@ def test_each_mode_is_its_definition(masked, mode, seed):
     assert float(loss) == pytest.approx(by_definition(mode, rows.losses, rows.mask, rows.group_ids, 7, keep))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_11_every_split_with_shared_row_weights_gives_the_same_sum_and_gradient(mode, seed):
     rows = random_rows(seed)
@@ -66,7 +67,7 @@ def test_11_every_split_with_shared_row_weights_gives_the_same_sum_and_gradient(
     assert torch.allclose(whole.grad, parts.grad, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_22_equal_lengths_make_the_two_means_equal(seed):
     rows = random_rows(seed)
     full = torch.ones_like(rows.mask)

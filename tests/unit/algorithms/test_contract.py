@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
+from tests.kit.each import each
 
 from .catalog import DETACHED, EVERYTHING, LOSSES, OTHER_DIFFERENTIABLE, PUBLIC_NAMES, close, tensors
 from .rows import random_rows
@@ -28,7 +29,7 @@ def test_the_catalog_calls_every_public_function_that_takes_a_mask():
     assert len(with_mask) > 50
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_what_stands_at_masked_positions_changes_nothing(name, seed):
     rows = random_rows(seed)
@@ -41,7 +42,7 @@ def test_what_stands_at_masked_positions_changes_nothing(name, seed):
             assert (after[~rows.mask] == 0).all()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_gaps_and_padding_anywhere_change_no_action_token(name, seed):
     rows = random_rows(seed)
@@ -55,7 +56,7 @@ def test_gaps_and_padding_anywhere_change_no_action_token(name, seed):
         assert close(before, after, 1e-12)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_row_order_and_group_names_change_nothing(name, seed):
     rows = random_rows(seed)
@@ -81,7 +82,7 @@ def test_rows_without_action_tokens_give_zeros(name):
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_one_token_rows_agree_with_the_same_token_in_a_long_row_of_padding(name, seed):
     rows = random_rows(seed, width=1)
     rows = rows.change(mask=torch.ones_like(rows.mask))
@@ -167,7 +168,7 @@ def test_value_loss_and_aggregate_are_differentiable_in_their_first_argument_onl
 EXTREMES = (1e3, -1e3, float("-inf"))
 
 
-@pytest.mark.parametrize("extreme", EXTREMES)
+@each("extreme", EXTREMES)
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_extreme_log_ratios_give_finite_results_and_gradients(name, extreme):
     rows = random_rows(10)

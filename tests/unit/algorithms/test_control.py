@@ -12,6 +12,7 @@ import torch
 
 import streamrl.algorithms as alg
 from bench import pieces
+from tests.kit.each import each
 
 from .rows import random_rows
 
@@ -85,7 +86,7 @@ def climb(state, curve, num_samples, noise, seed):
     return state, visited
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 @pytest.mark.parametrize("start", [0, 3, 14])
 def test_goodput_climbs_to_the_best_eta(start, seed):
     # Throughput saturates with eta while ESS falls: the best product is at 6.
@@ -154,7 +155,7 @@ def test_clip_bounds_use_floors_so_that_fresh_data_are_clipped_as_usual():
     assert tight == alg.ClipBounds(eps_low=0.2, eps_high=0.28, log_cap=0.0)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_zscore_keep_drops_harmful_tokens_unusual_for_their_lag(seed):
     rows = random_rows(seed, drift=1.0)
 
@@ -172,7 +173,7 @@ def test_zscore_keep_of_identical_policies_drops_nothing():
     assert alg.zscore_keep(zeros, zeros + 1, zeros, mask).all()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@each("seed", range(10))
 def test_23_rho_bar_for_ess_is_the_largest_cap_that_reaches_the_target(seed):
     generator = torch.Generator().manual_seed(seed)
     log_ratios = 0.4 * torch.randn(40, 6, generator=generator, dtype=torch.float64)

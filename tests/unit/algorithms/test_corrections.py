@@ -9,6 +9,7 @@ import torch
 
 import streamrl.algorithms as alg
 from bench import pieces
+from tests.kit.each import each
 
 from .rows import action_lists, on_rows, random_rows
 
@@ -76,7 +77,7 @@ KEEP_RULES = {
 }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("name", WEIGHT_RULES)
 def test_weights_are_their_rules(name, seed):
     rows = random_rows(seed)
@@ -97,7 +98,7 @@ def test_masks_are_their_rules_and_both_outcomes_occur(name):
     assert outcomes == {True, False}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_k2_per_token(seed):
     rows = random_rows(seed)
 
@@ -106,7 +107,7 @@ def test_k2_per_token(seed):
     assert torch.equal(keep, per_row(rows, lambda log_ratios: [float(x * x / 2 <= 0.2) for x in log_ratios]).bool())
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_geo_bounds_may_differ_by_row(seed):
     rows = random_rows(seed)
     low = torch.tensor([0.1, 0.9, 0.1, 0.99, 0.1, 0.1], dtype=torch.float64)
@@ -119,7 +120,7 @@ def test_geo_bounds_may_differ_by_row(seed):
         assert torch.equal(keep[i], rows.mask[i] & expected)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_the_veto_of_a_suffix_keeps_what_came_before_its_trigger(seed):
     rows = random_rows(seed)
 
@@ -181,7 +182,7 @@ def test_geo_bound_covers_gaussian_drift():
     assert alg.geo_keep(log_ratios, mask)[:, 0].double().mean() < 0.05  # the engine-mismatch defaults
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_normalized_weights_have_mean_one(seed):
     rows = random_rows(seed)
 

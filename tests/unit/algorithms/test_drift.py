@@ -10,6 +10,7 @@ import torch
 
 import streamrl.algorithms as alg
 from bench import pieces
+from tests.kit.each import each
 
 from .rows import random_rows
 
@@ -19,7 +20,7 @@ def model(lag, m2, count=None, error=None):
     return alg.DriftModel(tuple(lag), tuple(count or [1000.0] * n), tuple(m2), tuple(error or [0.0] * n))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_bins_hold_mean_squares_of_their_lags(seed):
     rows = random_rows(seed)
     edges = (0, 1, 3, 4)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import streamrl.algorithms as alg
 from bench import pieces
+from tests.kit.each import each
 
 from .rows import action_lists, random_rows
 
@@ -32,7 +33,7 @@ def members(scores, ids, i):
     return group if len(group) > 1 else scores.tolist()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_advantages_are_their_formulas(seed):
     scores, ids, _ = random_groups(seed, positive=True)
 
@@ -48,7 +49,7 @@ def test_advantages_are_their_formulas(seed):
         assert float(pieces.maxrl_advantages(scores, ids, eps=1e-3)[i]) == pytest.approx((score - mean) / (mean + 1e-3))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_weighted_leave_one_out_is_its_formula(seed):
     scores, ids, weights = random_groups(seed)
 
@@ -66,7 +67,7 @@ def test_weighted_leave_one_out_is_its_formula(seed):
         assert float(result[i]) == pytest.approx(weighted if ess >= 2.5 else plain)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("leave_one_out", [True, False])
 def test_opob_is_its_formula(leave_one_out, seed):
     scores, ids, weights = random_groups(seed)
@@ -109,7 +110,7 @@ def test_12_equal_scores_give_exactly_zero(size, value):
             assert (alg.group_advantages(scores, ids, baseline=baseline, scale=scale) == 0).all()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_12_grpo_ignores_positive_affine_rewards_and_rloo_rescales_dr_grpo(seed):
     scores, ids, _ = random_groups(seed)
     keep = ids != 77
@@ -123,7 +124,7 @@ def test_12_grpo_ignores_positive_affine_rewards_and_rloo_rescales_dr_grpo(seed)
     assert torch.allclose(pieces.rloo_advantages(scores, ids), centered * sizes / (sizes - 1))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("advantages", ADVANTAGES)
 def test_12_advantages_sum_to_zero_in_their_group(advantages, seed):
     scores, ids, _ = random_groups(seed, positive=True)
@@ -132,7 +133,7 @@ def test_12_advantages_sum_to_zero_in_their_group(advantages, seed):
         assert float(advantages(scores, ids)[ids == group].sum()) == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_13_equal_weights_are_no_weights(seed):
     scores, ids, _ = random_groups(seed)
 
@@ -141,7 +142,7 @@ def test_13_equal_weights_are_no_weights(seed):
     assert torch.allclose(weighted, alg.leave_one_out(scores, ids))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_13_a_rows_own_score_and_weight_never_change_its_baseline(seed):
     scores, ids, weights = random_groups(seed)
     norms = weights.flip(0) + 0.5
@@ -176,7 +177,7 @@ def test_no_rows_at_all_are_no_advantages():
     assert alg.group_advantages(none, ids, scale="batch_std").shape == (0,)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_gdpo_normalizes_each_component_then_whitens(seed):
     generator = torch.Generator().manual_seed(seed)
     components = torch.randn(8, 2, generator=generator, dtype=torch.float64) * torch.tensor([1.0, 100.0])
@@ -196,7 +197,7 @@ def test_gdpo_normalizes_each_component_then_whitens(seed):
     assert result.tolist() == pytest.approx([(x - mean) / std for x in raw], rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_reinforce_pp_whitens_returns_to_go_over_all_tokens(seed):
     rows = random_rows(seed)
 
@@ -216,7 +217,7 @@ def test_reinforce_pp_whitens_returns_to_go_over_all_tokens(seed):
     assert baseline[rows.mask].tolist() == pytest.approx([(x - mean) / std for x in spread], rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_score_square_norms_are_the_squared_gradient_of_the_log_prob_in_the_logits(seed):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -230,7 +231,7 @@ def test_score_square_norms_are_the_squared_gradient_of_the_log_prob_in_the_logi
     assert torch.allclose(cheap, (logits.grad.square().sum(-1) * mask).sum(1))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_the_group_estimator_is_score_minus_baseline_over_scale(seed):
     scores, ids, _ = random_groups(seed)
 

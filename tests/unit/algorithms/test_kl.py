@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
+from tests.kit.each import each
 
 from .rows import random_rows
 
@@ -68,7 +69,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 @pytest.mark.parametrize("sampler, weight, kind, meaning", TABLE)
 def test_21_the_table_of_gradients(sampler, weight, kind, meaning, seed):
     logits, reference, behavior = three_policies(seed)
@@ -83,7 +84,7 @@ def test_21_the_table_of_gradients(sampler, weight, kind, meaning, seed):
         assert (grad - truths[meaning]).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 @pytest.mark.parametrize(
     "kind, meaning",
     [("k2_is", "reverse"), ("k1_is", "reverse"), ("k3_is", "reverse"), ("k2", None), ("k3", None)],
@@ -111,7 +112,7 @@ def test_straight_through_kinds_have_one_value_and_the_gradient_of_another(kind)
     assert torch.allclose(policy.grad, torch.where(rows.mask, rows.policy - rows.reference, 0.0))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each("seed", range(4))
 def test_estimates_are_their_formulas_and_unbiased_where_claimed(seed):
     logits, reference, _ = three_policies(seed)
     policy, mask = logits.log_softmax(0)[None], torch.ones(1, NUM_ACTIONS, dtype=torch.bool)

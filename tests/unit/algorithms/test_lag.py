@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
+from tests.kit.each import each
 
 from .rows import action_lists, random_rows
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_lags_are_version_differences_over_action_tokens(seed):
     rows = random_rows(seed)
 

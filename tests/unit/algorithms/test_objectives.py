@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
+from tests.kit.each import each
 
 
 def points(seed, n, k):
@@ -27,7 +28,7 @@ def union_of_boxes(boxes, reference):
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_hypervolume_is_the_union_of_boxes(seed, k):
     cloud, reference = points(seed, 7, k), torch.full((k,), 0.2, dtype=torch.float64)
 
@@ -37,7 +38,7 @@ def test_hypervolume_is_the_union_of_boxes(seed, k):
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_contributions_are_differences_of_hypervolumes(seed, k):
     cloud, reference = points(seed, 8, k), torch.zeros(k, dtype=torch.float64)
 
@@ -73,7 +74,7 @@ def test_an_archive_of_a_hundred_points_in_four_objectives_is_affordable():
     assert 0 < total < 1
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_domination_counts(seed):
     cloud = (4 * points(seed, 12, 3)).round()
 

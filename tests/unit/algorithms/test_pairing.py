@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 import streamrl.algorithms as alg
+from tests.kit.each import each
 
 STALE = {"max_lag": 4}
 
@@ -26,7 +27,7 @@ def test_the_tables_hold_the_promised_names():
             table["mine"] = print
 
 
-@pytest.mark.parametrize("surrogate", [name for name in alg.SURROGATES if name != "reinforce"])
+@each("surrogate", [name for name in alg.SURROGATES if name != "reinforce"])
 @pytest.mark.parametrize("estimator", alg.ESTIMATORS)
 def test_25_every_surrogate_with_a_ratio_fits_every_estimator_without_one(estimator, surrogate):
     if estimator == "clipped_is":
@@ -36,7 +37,7 @@ def test_25_every_surrogate_with_a_ratio_fits_every_estimator_without_one(estima
         alg.check_pairing(estimator, surrogate, **STALE)
 
 
-@pytest.mark.parametrize("surrogate", [name for name in alg.SURROGATES if name != "reinforce"])
+@each("surrogate", [name for name in alg.SURROGATES if name != "reinforce"])
 @pytest.mark.parametrize("estimator", ["vtrace", "vtrace_segments", "vtrace_critic_free"])
 def test_25_a_ratio_in_the_estimator_refuses_a_second_one_even_when_uncorrected_is_allowed(estimator, surrogate):
     with pytest.raises(ValueError, match="more than once"):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import streamrl.algorithms as alg
 from bench import pieces
+from tests.kit.each import each
 
 from . import slow
 from .rows import action_lists, random_rows
@@ -18,7 +19,7 @@ from .rows import action_lists, random_rows
 SEEDS = range(4)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_log_ratios_are_clamped_differences(seed):
     rows = random_rows(seed)
     rows = rows.change(policy=rows.policy * 30)
@@ -30,7 +31,7 @@ def test_log_ratios_are_clamped_differences(seed):
         assert float(result[i, j]) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_row_statistics_are_their_definitions(seed):
     rows = random_rows(seed)
 
@@ -97,7 +98,7 @@ def test_ess_refuses_a_mask_of_another_shape():
         pieces.effective_sample_size(torch.ones(3), torch.ones(2, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_the_report_is_its_definitions(seed):
     rows = random_rows(seed)
 
@@ -118,7 +119,7 @@ def test_the_report_is_its_definitions(seed):
     assert float(report.kept_fraction) == pytest.approx(int(kept.sum()) / int(rows.mask.sum()))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@each("seed", range(10))
 def test_23_clipped_ess_never_increases_with_the_cap(seed):
     rows = random_rows(seed, drift=1.5)
 
@@ -131,7 +132,7 @@ def test_23_clipped_ess_never_increases_with_the_cap(seed):
     assert values[-1] == pytest.approx(float(pieces.ess_report(rows.log_ratios, rows.mask).sequence))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("lam, c_bar, kappa", [(1.0, 1.0, 1.0), (0.9, 1.5, 1.0), (1.0, 1.0, 4.0)])
 def test_trace_length_is_its_double_sum(lam, c_bar, kappa, seed):
     rows = random_rows(seed)

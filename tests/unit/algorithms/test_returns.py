@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
+from tests.kit.each import each
 
 from . import slow
 from .rows import action_lists, on_rows, random_rows
@@ -52,7 +53,7 @@ VTRACE_KNOBS = [
 ]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("knobs", VTRACE_KNOBS)
 def test_vtrace_is_the_sum_of_the_paper(knobs, seed):
     rows = log_ratio_rows(seed)
@@ -69,7 +70,7 @@ def test_vtrace_is_the_sum_of_the_paper(knobs, seed):
     agree(fast.advantages, advantages)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("lam, target_rho_bar", [(1.0, None), (0.9, None), (0.0, None), (1.0, 1.0), (0.8, 2.0)])
 def test_retrace_v_is_the_sum_of_the_paper(lam, target_rho_bar, seed):
     rows = log_ratio_rows(seed)
@@ -87,7 +88,7 @@ def test_retrace_v_is_the_sum_of_the_paper(lam, target_rho_bar, seed):
     agree(fast.advantages, advantages)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("lam", [1.0, 0.9, 0.0])
 def test_retrace_q_is_the_sum_of_the_paper(lam, seed):
     rows = log_ratio_rows(seed)
@@ -106,7 +107,7 @@ def test_retrace_q_is_the_sum_of_the_paper(lam, seed):
     agree(fast.advantages, torch.where(rows.mask, targets - rows.expected_q, 0.0))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("lam", [1.0, 0.95, 0.0])
 def test_gae_and_td_lambda_are_their_sums(lam, seed):
     rows = random_rows(seed)
@@ -128,7 +129,7 @@ def test_gae_and_td_lambda_are_their_sums(lam, seed):
         agree(result.targets, targets)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 9, 40])
 @pytest.mark.parametrize("bootstrap", [True, False])
 def test_n_step_is_its_sum(n, bootstrap, seed):
@@ -153,7 +154,7 @@ def test_n_step_is_its_sum(n, bootstrap, seed):
     agree(fast.advantages, torch.where(rows.mask, targets - rows.values, 0.0))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_clipped_is_is_its_sum(seed):
     rows = log_ratio_rows(seed)
 
@@ -168,7 +169,7 @@ def test_clipped_is_is_its_sum(seed):
     agree(fast.advantages, advantages)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("knobs", [{}, {"lam": 0.9}, {"lam": 0.0}, {"rho_bar": 2.0, "c_bar": 1.5}, {"rho_bar_pg": 1.0}])
 def test_vtrace_critic_free_is_its_product(knobs, seed):
     rows = log_ratio_rows(seed)
@@ -183,7 +184,7 @@ def test_vtrace_critic_free_is_its_product(knobs, seed):
     agree(fast, expected)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("trace", ["product", "geometric"])
 @pytest.mark.parametrize("knobs", [{}, {"lam": 0.9, "rho_bar": 2.0, "rho_bar_pg": 1.5}])
 def test_vtrace_segments_is_vtrace_on_sums(knobs, trace, seed):
@@ -208,7 +209,7 @@ def test_vtrace_segments_is_vtrace_on_sums(knobs, trace, seed):
     assert torch.equal(fast.starts, targets != 0)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_extreme_ratios_are_clamped_where_the_slow_truth_clamps_them(seed):
     rows = log_ratio_rows(seed, drift=15.0)
     knobs = {"rho_bar": 1e12, "c_bar": 1e12}
@@ -238,7 +239,7 @@ def test_extreme_ratios_are_clamped_where_the_slow_truth_clamps_them(seed):
 # Identities of the specification, by their numbers there.
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("lam", [1.0, 0.9])
 def test_1_on_policy_vtrace_is_td_lambda_and_gae(lam, seed):
     rows = on_policy(random_rows(seed))
@@ -251,7 +252,7 @@ def test_1_on_policy_vtrace_is_td_lambda_and_gae(lam, seed):
     agree(torch.where(rows.mask, trace.targets - rows.values, 0.0), gae.advantages)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_2_vtrace_targets_are_truncated_steps_of_retrace_for_equal_bars_only(seed):
     # e_t = rhohat_t A_t solves V-trace's recursion for every lam, because c_t = lam rhohat_t when both bars are 1; the
     # advantages agree at lam 1 only, because V-trace's bootstraps from v_{t+1} whatever lam is.
@@ -273,7 +274,7 @@ def test_2_vtrace_targets_are_truncated_steps_of_retrace_for_equal_bars_only(see
     assert gaps(1.0, 2.0)[0] > 1e-3
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_3_n_step_covers_both_ends_of_gae(seed):
     rows = random_rows(seed)
     knobs = {"bootstrap_values": rows.bootstrap, "gamma": rows.gamma}
@@ -283,7 +284,7 @@ def test_3_n_step_covers_both_ends_of_gae(seed):
     agree(alg.n_step(*inputs, n=1, **knobs).advantages, alg.gae(*inputs, lam=0.0, **knobs).advantages)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_4_retrace_v_is_gae_on_policy_and_vtrace_off_policy(seed):
     rows = random_rows(seed)
     fresh = on_policy(rows)
@@ -296,7 +297,7 @@ def test_4_retrace_v_is_gae_on_policy_and_vtrace_off_policy(seed):
     agree(retrace.advantages, trace.advantages)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize(
     "knobs", [{}, {"rho_bar_pg": 1.0}, {"rho_bar": 2.0}, {"lam": 0.9, "rho_bar": 3.0, "c_bar": 2.0}]
 )
@@ -315,7 +316,7 @@ def test_5_critic_free_is_vtrace_with_a_constant_value(knobs, seed):
         agree(fast, call(alg.retrace_v, constant).advantages)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_5_with_the_own_ratio_it_is_the_full_suffix_product(seed):
     rows = random_rows(seed)
     clipped = torch.where(rows.mask, (rows.policy - rows.behavior).clamp(max=0.0), 0.0)
@@ -326,7 +327,7 @@ def test_5_with_the_own_ratio_it_is_the_full_suffix_product(seed):
     agree(fast, torch.where(rows.mask, suffix, 0.0))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_6_leak_0_and_huge_bars_are_per_decision_importance_sampling(seed):
     rows = random_rows(seed)
     leaky, open_bars = call(alg.vtrace, rows, leak=0.0), call(alg.vtrace, rows, rho_bar=1e9, c_bar=1e9)
@@ -345,7 +346,7 @@ def test_6_leak_0_and_huge_bars_are_per_decision_importance_sampling(seed):
     agree(call(alg.vtrace, plain, leak=0.0).targets, expected, at=1e-10)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_7_segments_of_one_token_are_vtrace_and_one_segment_is_one_step(seed):
     rows = random_rows(seed)
     inputs = (rows.behavior, rows.policy, rows.rewards, rows.values, rows.mask)
@@ -366,7 +367,7 @@ def test_7_segments_of_one_token_are_vtrace_and_one_segment_is_one_step(seed):
         assert float(whole.targets[i].sum()) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_8_retrace_with_the_one_step_q_collapses_to_td_0(seed):
     rows = random_rows(seed)
     td = alg.gae(rows.rewards, rows.values, rows.mask, bootstrap_values=rows.bootstrap, gamma=0.9, lam=0.0)
@@ -380,7 +381,7 @@ def test_8_retrace_with_the_one_step_q_collapses_to_td_0(seed):
     agree(result.advantages, td.advantages)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_9_dueling_q_averages_to_the_value(seed):
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(3, 4, generator=generator, dtype=torch.float64)
@@ -406,7 +407,7 @@ def test_dueling_q_can_be_trained_but_moves_no_policy():
     assert logprobs.grad is None
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_value_loss_is_the_larger_of_two_halved_squares(seed):
     rows = random_rows(seed)
 

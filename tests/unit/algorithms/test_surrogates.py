@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
+from tests.kit.each import each
 
 from .catalog import LOSSES
 from .rows import action_lists, on_rows, random_rows
@@ -144,7 +145,7 @@ TRANSCRIPTIONS = {
 }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("name", TRANSCRIPTIONS)
 def test_losses_gradients_and_clip_flags_are_their_transcriptions(name, seed):
     rows = random_rows(seed)
@@ -163,7 +164,7 @@ def test_losses_gradients_and_clip_flags_are_their_transcriptions(name, seed):
     assert torch.equal(result.clipped, clipped.bool())
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_decoupled_ppo_is_a_detached_weight_times_a_clip_on_the_proximal_policy(seed):
     rows = random_rows(seed)
     policy = rows.policy.clone().requires_grad_()
@@ -190,7 +191,7 @@ def test_decoupled_ppo_is_a_detached_weight_times_a_clip_on_the_proximal_policy(
         assert bool(result.clipped[i, j]) == (limited or w > 1.2)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_reinforce_weights_and_behavior_penalty(seed):
     rows = random_rows(seed)
 
@@ -248,7 +249,7 @@ SAME_SIGNATURE = (
 
 
 @pytest.mark.parametrize("name", SAME_SIGNATURE)
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_14_on_policy_every_surrogate_has_the_policy_gradient(name, seed):
     rows = random_rows(seed)
 
@@ -257,7 +258,7 @@ def test_14_on_policy_every_surrogate_has_the_policy_gradient(name, seed):
     assert torch.allclose(grad, torch.where(rows.mask, -rows.advantages, 0.0), atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_14_for_dppo_kl_decoupled_ppo_gspo_and_gmpo(seed):
     rows = random_rows(seed)
     plain = torch.where(rows.mask, -rows.advantages, 0.0)
@@ -279,7 +280,7 @@ def test_14_for_dppo_kl_decoupled_ppo_gspo_and_gmpo(seed):
         assert torch.allclose(grad, -constant * row_mean[:, None]), name
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("cap", [0.8, 1.5, 4.0])
 def test_15_tis_cispo_aipo_and_weighted_reinforce_are_one_function(cap, seed):
     rows = random_rows(seed)
@@ -294,7 +295,7 @@ def test_15_tis_cispo_aipo_and_weighted_reinforce_are_one_function(cap, seed):
         assert torch.allclose(loss, reference[0]) and torch.allclose(grad, reference[1])
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_16_decoupled_ppo_at_both_ends(seed):
     rows = random_rows(seed)
     at_mu = alg.decoupled_ppo(rows.behavior, rows.behavior, rows.policy, rows.advantages, rows.mask)
@@ -308,7 +309,7 @@ def test_16_decoupled_ppo_at_both_ends(seed):
     assert torch.allclose(at_pi, tis)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 @pytest.mark.parametrize("knobs", [{}, {"dual_clip": 1.5}, {"ratio_cap": 1.3}, {"dual_clip": 2.0, "ratio_cap": 1.6}])
 def test_17_ppo_clip_has_zero_gradient_exactly_where_clipped(knobs, seed):
     rows = random_rows(seed, drift=1.0)
@@ -323,7 +324,7 @@ def test_17_ppo_clip_has_zero_gradient_exactly_where_clipped(knobs, seed):
     assert result.clipped.any() and not result.clipped[rows.mask].all()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_17_masks_zero_the_gradient_and_caps_do_not(seed):
     rows = random_rows(seed, drift=1.0)
     inputs = (rows.advantages, rows.mask)
@@ -345,7 +346,7 @@ def test_17_masks_zero_the_gradient_and_caps_do_not(seed):
         assert (gradient(call, rows.policy)[clipped] != 0).all()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@each("seed", range(10))
 def test_18_m2po_clips_harmful_tokens_to_the_budget_and_no_more(seed):
     rows = random_rows(seed)
     log_ratios = rows.policy - rows.behavior
@@ -367,7 +368,7 @@ def test_18_m2po_clips_harmful_tokens_to_the_budget_and_no_more(seed):
     )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_18_m2po_in_parts_with_shared_bounds_equals_the_whole(seed):
     rows = random_rows(seed)
     log_ratios = alg.log_ratios(rows.behavior, rows.policy, rows.mask)
@@ -393,7 +394,7 @@ def test_19_loglinear_proximal_interpolates_by_lag():
     assert proximal.tolist() == [[-1.0, -1.0, -0.5, -0.25, -1.0, 0.0]]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_gspo_has_the_gradient_of_the_clipped_row_ratio(seed):
     rows = random_rows(seed)
     constant = alg.broadcast_rows(rows.scores, rows.mask)

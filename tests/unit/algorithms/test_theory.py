@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
+from tests.kit.each import each
 
 D = torch.float64
 SEEDS = range(3)
@@ -102,7 +103,7 @@ def iterate(step, start, num_steps=400):
     return start
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("rho_bar", [0.5, 1.0, 5.0, 1e9])
 def test_1_vtrace_converges_to_the_value_of_the_clipped_policy(rho_bar, seed):
     process = Process(seed)
@@ -117,7 +118,7 @@ def test_1_vtrace_converges_to_the_value_of_the_clipped_policy(rho_bar, seed):
         assert (limit - process.value(process.pi)).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("seed", range(8))
+@each("seed", range(8))
 @pytest.mark.parametrize("rho_bar", [0.5, 1.0, 5.0, 1e9])
 def test_1_the_operator_on_larger_processes(rho_bar, seed):
     process = Process(seed, num_states=6, num_actions=3, gamma=0.9)
@@ -127,7 +128,7 @@ def test_1_the_operator_on_larger_processes(rho_bar, seed):
     assert (limit - process.value(process.clipped_policy(rho_bar))).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_1_the_fixed_point_does_not_depend_on_c_bar_lam_or_trace_temperature(seed):
     process = Process(seed)
     rows = Enumeration(process, horizon=3)
@@ -141,7 +142,7 @@ def test_1_the_fixed_point_does_not_depend_on_c_bar_lam_or_trace_temperature(see
         assert (other - limits[0]).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("lam", [1.0, 0.7])
 def test_2_retrace_converges_to_the_action_values_of_the_policy(lam, seed):
     process = Process(seed)
@@ -154,7 +155,7 @@ def test_2_retrace_converges_to_the_action_values_of_the_policy(lam, seed):
     assert (limit - process.action_value(process.pi)).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_2_a_state_critic_on_retrace_targets_learns_the_behavior_policy_unless_its_ratio_is_applied(seed):
     process = Process(seed)
     rows = Enumeration(process, horizon=3)
@@ -169,7 +170,7 @@ def test_2_a_state_critic_on_retrace_targets_learns_the_behavior_policy_unless_i
     assert (limit(lam=1.0) - clipped).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_3_the_mean_of_sampled_targets_is_the_operators_result(seed):
     process, num_rows, length = Process(seed, num_states=4, num_actions=3), 10_000, 40
     generator = torch.Generator().manual_seed(seed)
@@ -222,7 +223,7 @@ def exact_and_estimated(seed, loss_of):
     return exact, -estimated
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_5_uncapped_sequence_weights_give_the_exact_gradient_with_a_version_per_token(seed):
     exact, estimated = exact_and_estimated(
         seed, lambda mu, pi, r, m: alg.seq_tis(mu, pi, alg.broadcast_rows(r, m), m, cap=1e9).losses
@@ -231,7 +232,7 @@ def test_5_uncapped_sequence_weights_give_the_exact_gradient_with_a_version_per_
     assert (exact - estimated).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_5_a_denominator_from_one_version_is_not_exact(seed):
     def loss(mu, pi, r, m):
         wrong = pi.detach() + 0.5 * (mu - pi.detach()).mean()  # E1: a recomputed denominator
@@ -265,7 +266,7 @@ def test_5_bias_of_the_cheaper_weights_is_reported():
 # Where each policy weight falls short, section 4.2: the suffix product times the own ratio is the truncated whole.
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each("seed", range(3))
 def test_the_suffix_weight_drops_the_prefix_only(seed):
     """With open bars, V-trace's suffix times the surrogate's own ratio times the true prefix is the exact gradient."""
 

@@ -11,6 +11,7 @@ import torch
 
 import streamrl.algorithms as alg
 from bench import pieces
+from tests.kit.each import each
 
 from .rows import action_lists, random_rows
 
@@ -23,7 +24,7 @@ def random_logits(seed, *, shape=(3, 5, 7)):
     return logits, torch.randint(0, shape[-1], shape[:2], generator=generator)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("chunk", [1, 4, 7, 1024])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, "rows"])
 def test_log_probs_and_entropy_are_those_of_the_tempered_softmax(temperature, chunk, seed):
@@ -112,7 +113,7 @@ def test_wrong_shapes_of_log_probs_are_named():
         pieces.token_entropy(logits[0])
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_terminal_scores_stand_on_the_last_action_token(seed):
     rows = random_rows(seed)
 
@@ -126,14 +127,14 @@ def test_terminal_scores_stand_on_the_last_action_token(seed):
         assert torch.equal(placed[i], expected)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_broadcast_rows_fills_action_tokens(seed):
     rows = random_rows(seed)
 
     assert torch.equal(alg.broadcast_rows(rows.scores, rows.mask), rows.mask * rows.scores[:, None])
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 @pytest.mark.parametrize("gamma", [1.0, 0.9, "tokens"])
 def test_reward_to_go_discounts_action_tokens_only(gamma, seed):
     rows = random_rows(seed)
@@ -149,7 +150,7 @@ def test_reward_to_go_discounts_action_tokens_only(gamma, seed):
         assert result[i][rows.mask[i]].tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_whitening_is_mean_and_unbiased_std_of_all_action_tokens(seed):
     rows = random_rows(seed)
     values = rows.advantages[rows.mask].numpy()
@@ -160,7 +161,7 @@ def test_whitening_is_mean_and_unbiased_std_of_all_action_tokens(seed):
     assert white[rows.mask].numpy() == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_whitening_by_parts_with_summed_moments_equals_whitening_at_once(seed):
     rows = random_rows(seed)
     x, m = rows.advantages, rows.mask
