@@ -24,9 +24,13 @@ SLOW: dict[str, str | dict[str, str]] = {
     "contract/test_failed_again.py": {
         "test_what_passes_alone_is_named_and_what_fails_again_fails": "pytest starts three times",
     },
-    "contract/test_site.py": {
-        "test_the_site_builds_without_a_broken_link": "builds the whole site",
-    },
+    "contract/test_site.py": dict.fromkeys((
+        "test_the_site_builds_without_a_broken_link",
+        "test_the_pages_that_are_made_from_the_code_are_in_the_site_and_not_in_git",
+        "test_the_site_has_a_search_index_over_its_pages",
+        "test_links_lead_to_files_so_that_the_pages_can_be_opened_without_a_server",
+        "test_no_page_loads_anything_from_another_host",
+    ), "builds the whole site"),
     "docs/test_notebook.py": {
         "test_every_cell_runs": "a run of two steps in a notebook",
         "test_ten_lines_with_a_function_and_a_list_train": "a run of 62 steps in a notebook",

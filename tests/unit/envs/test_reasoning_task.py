@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ from envs.rewards.extract import last_answer_tag
 from envs.tasks.reasoning import ReasoningTask, first_line, last_number, whole_text
 from streamrl.errors import TaskError
 
-pytest.importorskip("reasoning_gym")
+pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs reasoning_gym")
 
 SMALL_SUMS = {"min_terms": 2, "max_terms": 2, "max_digits": 2}
 
