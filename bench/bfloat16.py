@@ -1,4 +1,4 @@
-"""What bfloat16 does to clip decisions: how many flip, and what that changes in the gradient of a step.
+"""Effect of bfloat16 on clip decisions: how many flip, and the change in the gradient of a step.
 
 A random Llama is the policy, a copy with a little noise on its weights the actor. Each scores the same random tokens in
 float32 and in bfloat16, both with log-softmax and log-ratios in float32, as learner and engines do; the PPO clip then

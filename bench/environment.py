@@ -1,4 +1,4 @@
-"""What machine, versions and settings a number was measured with: the stamp in every benchmark line."""
+"""Machine, versions and settings that a number was measured with: the stamp in every benchmark line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one GPU does to our path: every number beside the floor that physics sets on the same machine, in the same run.
+"""Our path on one GPU: every number beside the floor that physics sets on the same machine, in the same run.
 
     ceilings   copies inside the device, to and from pinned host memory, and a bf16 matrix product: floors of the rest
     fold       the digest of buckets on the device, against reading them once
@@ -75,7 +75,7 @@ def timed(work: Callable[[], object], repeats: int, warm_up: int = 3) -> list[fl
 
 
 class Floors:
-    """What this device can do at most, measured when first asked for."""
+    """The device's measured peak rates; measured on first use."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

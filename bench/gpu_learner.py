@@ -36,7 +36,7 @@ from streamrl.weights.shm.transport import ShmPublisher
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of one call, the device waited for at both ends."""
+    """Seconds of one call; waits for the device at both ends."""
     wait_for_device(torch.device(DEVICE))
     started = time.perf_counter()
     work()

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks compute on: real shapes with random weights, or small ones on the CPU in a dry run."""
+"""Inputs of the GPU benchmarks: real shapes with random weights, or small ones on the CPU in a dry run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def free_device_memory() -> None:
 
 
 def large_folder() -> str | None:
-    """Where documents go in a run: memory, not a disk."""
+    """Directory of documents, in memory as in a run."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 

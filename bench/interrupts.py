@@ -93,7 +93,7 @@ def die() -> None:
 
 
 class Reader:
-    """What an actor holds between rounds: the version that it serves, and the base of deltas."""
+    """An actor's state between rounds: the version that it serves, and the base of deltas."""
 
     def __init__(self) -> None:
         self.document: Document | None = None

@@ -1,4 +1,4 @@
-"""What LoRA saves: bytes of a version, optimizer memory, and steps per second, beside full training.
+"""Savings of LoRA: bytes of a version, optimizer memory, and steps per second, beside full training.
 
 Two launches of experiment=smollm2 in turn, `--repeats` times, with nothing but `policy.lora.rank` changed. Bytes of a
 version are `throughput/published_bytes`; optimizer memory is the moments in the last checkpoint; steps per second are

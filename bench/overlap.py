@@ -145,7 +145,7 @@ def solo(what: str, count: int) -> float:
 
 
 def together(count: int) -> tuple[float, float]:
-    """Both sides at once, not connected."""
+    """Runs both sides at once, not connected."""
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "bench.overlap", "--solo", what, "--count", str(count)], stdout=subprocess.PIPE,

@@ -32,7 +32,7 @@ def preset_names() -> list[str]:
 
 
 def faults(code: int, num_steps: int, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is wrong with a finished run; empty if nothing is.
+    """Defects of a finished run; empty if there are none.
 
     Args:
         code: exit status of the launch.

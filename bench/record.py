@@ -104,7 +104,7 @@ def exit_status(lines: Sequence[Mapping[str, Any]], check: bool) -> int:
 
 
 def _ratio(value: float, baseline: Mapping[str, Any] | None, better: str) -> float | None:
-    """How many times better than the baseline, whichever direction is better."""
+    """Ratio to the baseline; above 1 is better, whichever direction is better."""
     if baseline is None or not value or not baseline["value"]:
         return None
     return value / baseline["value"] if better == "higher" else baseline["value"] / value

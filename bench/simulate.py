@@ -50,7 +50,7 @@ _IDS, _LOGPROBS = pack_ids([1, 2]), pack_logprobs([-0.5, -0.5])
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What is drawn. Seconds are means; `sigma` is the spread of a group's log duration."""
+    """Distributions to draw from. Seconds are means; `sigma` is the spread of a group's log duration."""
 
     num_actors: int
     max_leases: int = 1
@@ -67,7 +67,7 @@ class World:
 
 @dataclass(slots=True)
 class SimActor:
-    """What the simulated network knows of one actor."""
+    """The simulated network's state of one actor."""
 
     name: str
     incarnation: int = 0
@@ -122,7 +122,7 @@ class Simulation:
         heapq.heappush(self._events, (self.now + seconds, next(self._number), action))
 
     def _serve(self) -> None:
-        """What the hub does after every event."""
+        """Plans and grants, as the hub does after every event."""
         if not self._training:
             self._train()
         granted = True
@@ -180,7 +180,7 @@ class Simulation:
             self._at(self.rng.expovariate(1 / self.world.mean_life_s), lambda: self._die(actor, life))
 
     def _die(self, actor: SimActor, incarnation: int) -> None:
-        """It falls silent; the hub notices later, and later still it is back."""
+        """Silences the actor; the hub notices later, and later still it is back."""
         actor.leases.clear()
         self._at(self.dead_after_s, lambda: self._evicted(actor, incarnation))
         self._at(max(self.dead_after_s, self.world.restart_s), lambda: self._join(actor))

@@ -47,7 +47,7 @@ def missing() -> str:
 
 
 class Hosts:
-    """Inside the first namespace, which is the learner's host; makes the second."""
+    """Runs inside the first namespace, the learner's host; makes the second."""
 
     def __init__(self, home: Path, words: list[str], *, one_sided: bool) -> None:
         self.here, self.there = home / "learner", home / "other"

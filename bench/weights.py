@@ -223,7 +223,7 @@ def zmq_line(publisher: Publisher, refs: Iterator[VersionRef], repeats: int, opt
 
 
 def interrupt_line(count: int, seed: int) -> dict[str, Any]:
-    """In a process of its own: what is forked there must not carry torch along."""
+    """Measures in a process of its own: what is forked there must not carry torch along."""
     command = [sys.executable, "-m", "bench.interrupts", "--count", str(count), "--seed", str(seed)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout)

@@ -21,7 +21,7 @@ def read_lines(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def generated(native: dict[str, dict[str, Any]], vllm: dict[str, dict[str, Any]]) -> str:
-    """How many families there are of each kind, and the table."""
+    """Number of families of each kind, and the table."""
     counts = Counter(line["result"] for line in native.values())
     version = next(iter(native.values()))["transformers"].rpartition(".")[0]
     summary = (

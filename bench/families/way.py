@@ -82,7 +82,7 @@ class Way:
         self.most_logprob, self.most_gradient = CUT.get(self.family, (MOST_LOGPROB, MOST_GRADIENT))
 
     def go(self) -> dict[str, Any]:
-        """All of it. Raises Difference, or what the code of a run raises."""
+        """The whole comparison. Raises Difference, or the exception of the run's code."""
         plain = plain_model(self.model)
         rows = check_rows(plain.get_output_embeddings().weight.shape[0], LENGTHS)
         policy = self._load(share_prompts=True)

@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def measure(case: Case, peer: str, repeats: int, seed: int, beside: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """All systems on one workload, in turns; or ours alone, without and with each of these settings."""
+    """Runs all systems on one workload, in turns; or ours alone, without and with each of these settings."""
     rates: dict[str, list[dict[str, float]]] = {}
     failures: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -118,7 +118,7 @@ def report(
 
 
 def params(case: Case) -> dict[str, Any]:
-    """What both systems were told."""
+    """Settings of both systems."""
     names = ("num_groups", "group_size", "max_new_tokens", "learning_rate", "num_steps", "num_dropped_steps",
              "micro_batch")
     return {name: getattr(case, name) for name in names} | {"model": Path(case.model).name, "dtype": "float32"}

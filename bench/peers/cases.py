@@ -1,4 +1,4 @@
-"""What both systems are given: a model directory, a file of prompts with answers, a reward function, sizes."""
+"""Inputs of both systems: a model directory, a file of prompts with answers, a reward function, sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hub is compared with: a DEALER/ROUTER loop that only decodes and acknowledges, and a PUSH/PULL pipe.
+"""Baselines of the hub: a DEALER/ROUTER loop that only decodes and acknowledges, and a PUSH/PULL pipe.
 
 The loop has the same frames, the same window and the same batched acknowledgements, and no ledger: nothing is checked,
 deduplicated, leased or trained. The pipe shows what a transport without acknowledgements loses when a process dies.

@@ -134,7 +134,7 @@ class FleetActor:
 
 
 class Fleet:
-    """All actors, and the loop."""
+    """Runs all actors and the loop."""
 
     def __init__(
         self, endpoint: str, *, num_actors: int, group_size: int, num_tokens: int, max_leases: int,
@@ -177,7 +177,7 @@ class Fleet:
         return self._random.expovariate(1 / self._install_s) if self._install_s else 0.0
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """At once, or from the loop after so many seconds."""
+        """Calls the action at once, or from the loop after a delay."""
         if seconds <= 0:
             action()
             return

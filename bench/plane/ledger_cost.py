@@ -1,4 +1,4 @@
-"""What the ledger costs a group by the number of linked actors, in this process and without sockets."""
+"""Cost of the ledger per group by the number of linked actors, in this process and without sockets."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class LedgerLoad:
             self._add("acks", began)
 
     def _grant(self) -> None:
-        """As the hub's handler does after every event."""
+        """Plans and grants, as the hub's handler does after every event."""
         granted = True
         while granted:
             granted = False

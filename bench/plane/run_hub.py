@@ -36,7 +36,7 @@ PUBLISH_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What one run is like; capacity is two leases an actor."""
+    """Parameters of one run; capacity is two leases an actor."""
 
     num_actors: int
     group_size: int = 16
@@ -201,7 +201,7 @@ class Plane:
         return time.monotonic() - began
 
     def restart_hub(self) -> None:
-        """As after a resume: the ledger of now, another epoch, the same address."""
+        """Restarts the hub as after a resume: same ledger and address, another epoch."""
         state = self.link.freeze(self.version)
         path = self.folder / "ledger.bin"
         path.write_bytes(state)

@@ -68,7 +68,7 @@ class StepChange:
 
 @dataclass(slots=True)
 class Trace:
-    """What one driver did, a point per `eval_every` ticks; means and extremes since the previous point."""
+    """Record of one driver, a point per `eval_every` ticks; means and extremes since the previous point."""
 
     driver: Driver
     scores: list[float] = field(default_factory=list)

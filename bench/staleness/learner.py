@@ -23,7 +23,7 @@ _CRITIC_SEED = 10_000  # critics start from seeds of their own
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What the actors hand over, for every member."""
+    """Experience from the actors, for every member."""
 
     prompts: Tensor  # [E, R, L]
     tokens: Tensor  # [E, R, L]

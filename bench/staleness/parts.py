@@ -1,4 +1,4 @@
-"""What is run: the four parts of the experiment as jobs, each a handful of members trained together.
+"""The four parts of the experiment as jobs, each a handful of members trained together.
 
 A   every arm at every lag
 B   tokens of one row from many versions, with the recorded denominator and with two wrong ones

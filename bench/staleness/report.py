@@ -70,7 +70,7 @@ def goal_lines(records: Sequence[Run]) -> list[str]:
 
 
 def comparison(here: Parts, committed: Parts) -> list[str]:
-    """How this run's tables differ from the committed ones; the last line sums up."""
+    """Differences of this run's tables from the committed ones; the last line sums up."""
     found = compare(here, committed)
     equal = sum(d.here.values == d.committed.values for d in found)
     outside = [d for d in found if not d.within]

@@ -51,7 +51,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Curve:
-    """What one member did. Scores are on fresh prompts, at `eval_every`, 2 `eval_every`, ... updates."""
+    """Record of one member. Scores are on fresh prompts, at `eval_every`, 2 `eval_every`, ... updates."""
 
     member: Member
     scores: list[float] = field(default_factory=list)

@@ -29,7 +29,7 @@ class Task:
         return self.num_prompts * self.group_size
 
     def group_ids(self) -> Tensor:
-        """Which prompt a row answers, int64 [R]."""
+        """Index of the prompt that a row answers, int64 [R]."""
         return torch.arange(self.num_prompts).repeat_interleave(self.group_size)
 
 

@@ -1,4 +1,4 @@
-"""What is run: every arm at every rate and seed, at lag 0 and at the forced lag, and in which order.
+"""The cells of the experiment: every arm at every rate and seed, at lag 0 and at the forced lag, and in which order.
 
 One run is a cell. The order makes every interruption useful: the first seed covers all cells; from then on the rate
 that is best so far of every arm and lag comes first, for one seed after the other, and the other rates last.
@@ -98,7 +98,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """For directories."""
+        """Name for directories."""
         return f"{Path(self.experiment).stem}-{self.arm}-lag{self.lag}-{self.rate:g}-{self.seed}"
 
     def overrides(self) -> list[str]:

@@ -48,7 +48,7 @@ def _best(valid: Sequence[Result], stale: int) -> str:
 
 
 def _arms(valid: Sequence[Result]) -> list[str]:
-    """Those of the experiment, and the others that were run."""
+    """Arms of the experiment, then the others that were run."""
     return [arm for arm in MEANING if arm in ARMS or any(one["arm"] == arm for one in valid)]
 
 

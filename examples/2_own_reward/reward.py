@@ -1,4 +1,4 @@
-"""How good the complement of a DNA strand is. Copy this file, and change what a good answer is."""
+"""Quality of the complement of a DNA strand. Copy this file, and change what a good answer is."""
 
 
 def reward_fn(messages, answer):

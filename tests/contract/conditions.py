@@ -1,4 +1,4 @@
-"""Which metrics a run with certain settings must write, and no others: launched runs compare their lines with this."""
+"""Metrics that a run with certain settings must write, and no others: launched runs compare their lines with this."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ HOLDS: dict[str, Callable[[Settings], bool]] = {
 
 
 def missing_and_surplus(written: Collection[str], settings: Settings) -> tuple[list[str], list[str]]:
-    """What is wrong with the keys of a whole run: those that it should have written, and those that it should not.
+    """Missing and surplus keys of a whole run.
 
     Args:
         written: every key of any line of its `metrics.jsonl`, `step` aside.

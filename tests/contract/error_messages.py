@@ -71,13 +71,13 @@ class ErrorText:
 
     @property
     def remedy(self) -> str:
-        """What to do, where the text does not say it."""
+        """Advice, where the text itself gives none."""
         return next((remedy for piece, remedy in REMEDIES.items() if piece in self.text), "")
 
 
 @cache
 def error_texts() -> tuple[ErrorText, ...]:
-    """All of them, by path and line; those that only pass another error's text on are left out."""
+    """All texts, by path and line; those that only pass another error's text on are left out."""
     found = {}
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):

@@ -147,7 +147,7 @@ class Session:
 
 
 def play(one: Session) -> None:
-    """From HELLO to BYE."""
+    """One session from HELLO to BYE."""
     one.publish(0)
     one.note = "The first message of a process. It comes again, with back-off, until there is an answer."
     one.by_actor(one.actor.start(one.now))

@@ -61,7 +61,7 @@ def test_no_page_loads_anything_from_another_host(site):
 
 
 def nav_leaves(entries: list) -> list:
-    """What the navigation lists: "page.md", or {"a title of its own": "page.md"}."""
+    """Entries of the navigation: "page.md", or {"a title of its own": "page.md"}."""
     sections = [one for one in entries if isinstance(one, dict) and isinstance(next(iter(one.values())), list)]
     inside = [leaf for one in sections for leaf in nav_leaves(next(iter(one.values())))]
     return [one for one in entries if one not in sections] + inside

@@ -1,4 +1,4 @@
-"""What `make test` runs without the slow tests: every package, every algorithm, and real processes of each kind."""
+"""Coverage of `make test` without the slow tests: every package, every algorithm, and real processes of each kind."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from streamrl.errors import WeightsError
 
 
 class FakeDeviceMemory:
-    """As `streamrl.weights.gpu.cuda_memory.CudaMemory`, on the CPU. A handle is the name of a file in `folder`."""
+    """Stand-in for `streamrl.weights.gpu.cuda_memory.CudaMemory`, on the CPU. A handle names a file in `folder`."""
 
     def __init__(self, folder: Path, device_id: str = "fake-gpu-0") -> None:
         self.device = torch.device("cpu")

@@ -78,5 +78,5 @@ class ScriptedEngine(PlainEngine):
 
 
 def recording(spec: EngineSpec) -> ScriptedEngine:
-    """For `actors.engine=tests.fakes.scripted_engine:recording`."""
+    """Engine for `actors.engine=tests.fakes.scripted_engine:recording`."""
     return ScriptedEngine.from_spec(spec)

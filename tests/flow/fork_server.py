@@ -39,7 +39,7 @@ PADDING = "." * (1 << 16)
 
 @contextmanager
 def running(folder: Path) -> Iterator[None]:
-    """Inside there is a server, and `ForkedPopen` uses it; it imports meanwhile, and logs into `folder`."""
+    """Run a server that `ForkedPopen` uses; it imports meanwhile, and logs into `folder`."""
     path = folder / "fork_server.socket"
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",

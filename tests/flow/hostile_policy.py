@@ -13,7 +13,7 @@ FOLDER = "STREAMRL_TEST_MARKS"
 
 
 def engine(spec: EngineSpec) -> ScriptedEngine:
-    """For `actors.engine=tests.flow.hostile_policy:engine`."""
+    """Engine for `actors.engine=tests.flow.hostile_policy:engine`."""
     texts = [text for text in (*marks(os.environ[FOLDER]), *STALLS) if len(text) < spec.max_new_tokens - 20]
     answers = [spec.tokenizer(f"<answer>{text}</answer>", add_special_tokens=False)["input_ids"] for text in texts]
     return ScriptedEngine(

@@ -70,7 +70,7 @@ def quickstart() -> Config:
 
 
 def resumed(run: Path) -> None:
-    """What a resumed learner reads of its directory, in its order."""
+    """Reads as a resumed learner does, in its order."""
     same_address("tcp://127.0.0.1:0", run, resume=True)
     found = find_resume_state(run, Ranks(), resume=True)
     step = found.version

@@ -120,7 +120,7 @@ class ActorThread:
         self._thread.join(timeout=20)
 
     def installed(self, version: int) -> str | None:
-        """How the version came to be live here; None while it is not."""
+        """Transport by which the version became live here; None before."""
         for report in self.reports:
             if report.target == VersionRef(1, version):
                 assert report.ok, report.error
@@ -167,7 +167,7 @@ class TransportHarness:
             time.sleep(0.01)
 
     def everywhere(self, *actors: ActorThread) -> list[str | None]:
-        """How the newest version came to each."""
+        """Transport of the newest version to each actor."""
         self.until(lambda: all(actor.installed(self.version) for actor in actors), f"version {self.version} everywhere")
         return [actor.installed(self.version) for actor in actors]
 

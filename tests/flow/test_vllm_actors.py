@@ -123,7 +123,7 @@ def test_agents_call_a_vllm_actor_in_every_form_of_its_endpoint(harness: RunHarn
 
 
 def versions(harness: RunHarness, name: str) -> set[int]:
-    """What an actor says it installed."""
+    """Versions that an actor reports as installed."""
     lines = (harness.path / f"{name}.log").read_text().splitlines()
     words = [line.split("installed version ", 1)[1] for line in lines if "installed version " in line]
     return {int(word.split(" ", 1)[0].partition(":")[2]) for word in words}

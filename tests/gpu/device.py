@@ -1,4 +1,4 @@
-"""What the GPU tests share: the reason to skip, and child processes."""
+"""Shared by the GPU tests: the reason to skip, and child processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def start(script: str, *words: str, **environment: str) -> subprocess.Popen[str]
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 120.0) -> str:
-    """What it printed. Fails the test if it failed or takes too long; either way it is gone afterwards."""
+    """Output of the child. Fails the test if it failed or takes too long; either way it is gone afterwards."""
     try:
         out, _ = process.communicate(timeout=timeout_s)
     finally:

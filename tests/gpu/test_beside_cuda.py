@@ -1,4 +1,4 @@
-"""What a GPU does beside its work: loading by rows, pinned copies, publishing from a snapshot, staging."""
+"""Background work of a GPU: loading by rows, pinned copies, publishing from a snapshot, staging."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ NOT_SHIPPED = (".ci/", ".gitignore")
 
 @dataclass(frozen=True, slots=True)
 class Distributions:
-    """What `python -m build` made."""
+    """Distributions that `python -m build` made."""
 
     sdist: Path
     wheel: Path
@@ -44,7 +44,7 @@ def project_files() -> list[str]:
 
 
 def build(folder: Path, isolated: bool) -> Distributions:
-    """Both distributions, of a copy: what earlier builds left in the checkout cannot get in.
+    """Build both distributions from a copy: what earlier builds left in the checkout cannot get in.
 
     Args:
         isolated: in an environment of its own, as an installer does it; False uses the setuptools that is installed.
