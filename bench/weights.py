@@ -78,10 +78,10 @@ class ReceiverProcess:
     def __init__(self, layout: Layout) -> None:
         command = [sys.executable, "-m", "bench.weights", "--receiver"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.tell(msgspec.msgpack.encode(layout).hex())
+        self.send(msgspec.msgpack.encode(layout).hex())
         assert self.hear() == "ready"
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
@@ -110,7 +110,7 @@ def visible_rounds(
         assert published is not None
         line = msgspec.msgpack.encode((published.manifest, shm_offer(published.path))).hex()
         for receiver in receivers:
-            receiver.tell(line)
+            receiver.send(line)
         verify = max(float(receiver.hear().split()[1]) for receiver in receivers)
         samples["visible"].append(1000 * (time.perf_counter() - started))
         samples["publish"].append(1000 * published.seconds)

@@ -25,7 +25,7 @@ def forks_child(fork_server, monkeypatch):
     monkeypatch.setattr(ForkedPopen, "programs", (*ForkedPopen.programs, "tests.fakes.child"))
 
 
-def told(popen: type[subprocess.Popen], folder: Path, *words: str) -> tuple[dict, int, str]:
+def facts_of(popen: type[subprocess.Popen], folder: Path, *words: str) -> tuple[dict, int, str]:
     """(what it says of itself, its exit status, its error output)."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "OF_THE_TEST": "1"}
     with popen(
@@ -41,8 +41,8 @@ def told(popen: type[subprocess.Popen], folder: Path, *words: str) -> tuple[dict
 
 @pytest.mark.parametrize(("how", "code"), [("0", 0), ("7", 7), ("raise", 1), ("killed", -signal.SIGTERM)])
 def test_a_fork_is_like_a_new_process(forks_child, tmp_path, how, code):
-    new, new_code, _ = told(subprocess.Popen, tmp_path, how, "a b")
-    forked, forked_code, errors = told(ForkedPopen, tmp_path, how, "a b")
+    new, new_code, _ = facts_of(subprocess.Popen, tmp_path, how, "a b")
+    forked, forked_code, errors = facts_of(ForkedPopen, tmp_path, how, "a b")
 
     assert forked_code == new_code == code
     assert "its error output" in errors and ("by an exception" in errors) == (how == "raise")

@@ -75,9 +75,9 @@ class Theirs:
 
     def does(self, command: str, words: list[str]) -> tuple[int, str]:
         """Exit status and output of a command at them; nothing of them was used."""
-        told = {"RUN": str(self.run_dir), "BUNDLE": str(self.bundle), "MODEL": f"policy.tiny.cache_dir={self.folder}",
-                "FROM": f"policy.model_path={self.run_dir}@1"}
-        line = [told.get(word, word.replace("RUN", str(self.run_dir))) for word in words]
+        paths = {"RUN": str(self.run_dir), "BUNDLE": str(self.bundle), "MODEL": f"policy.tiny.cache_dir={self.folder}",
+                 "FROM": f"policy.model_path={self.run_dir}@1"}
+        line = [paths.get(word, word.replace("RUN", str(self.run_dir))) for word in words]
         done = finished(
             [sys.executable, "-m", "tests.fakes.command_line", command, *line], self.folder, ForkedPopen,
             deadline_s=120,

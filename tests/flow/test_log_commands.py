@@ -31,8 +31,8 @@ def test_every_command_reads_the_log_of_a_run(harness: RunHarness, words):
     write_evaluations(folder, [(2, "", 2.0)])  # more than any score
     assert f"{run}/versions/2" in command(harness, "eval", f"{run}@best", "eval.num_samples=3")
     assert command(harness, "at", f"{run}@best").endswith("versions/2: equal\n")
-    told = command(harness, "what-if", run, "--from", "2", "policy.optimizer.lr=1e-5")
-    assert "the run's own settings: 2 of 2 versions bit-equal to the run's" in told
+    output = command(harness, "what-if", run, "--from", "2", "policy.optimizer.lr=1e-5")
+    assert "the run's own settings: 2 of 2 versions bit-equal to the run's" in output
     assert (folder / "what_if.html").exists() and not (folder / ".what-if").exists()
     assert "8 groups" in command(harness, "blame", run, "3..4")
     command(harness, "bundle", run, "--out", "run.tar")

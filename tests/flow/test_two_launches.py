@@ -25,8 +25,8 @@ def test_a_refused_second_launch_does_not_take_the_run_over(harness: RunHarness)
     assert second.stderr.splitlines()[-1].startswith(f"error: {harness.run_dir} belongs to a run that goes on")
     assert {name: (harness.run_dir / name).read_bytes() for name in notes} == notes
     assert "trainer.num_steps=5000" in json.loads(notes["run.json"])["starts"][-1]["command"], "what resume repeats"
-    told = harness.command("status", str(harness.run_dir)).stdout
-    assert "keeps 1 actor alive" in told, "its launcher still answers"
+    output = harness.command("status", str(harness.run_dir)).stdout
+    assert "keeps 1 actor alive" in output, "its launcher still answers"
     reached = harness.status()["version"]
     wait_until(lambda: harness.status()["version"] > reached, 120, "another step of the first one", harness.logs)
     first.send_signal(signal.SIGINT)

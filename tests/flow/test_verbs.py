@@ -29,18 +29,18 @@ def test_a_run_is_looked_at_scaled_drained_stopped_and_resumed_by_its_directory(
     harness.wait_for_actor("actor-0", 120)
     harness.wait_for_version(1)
 
-    code, told = streamrl(harness, "status")
-    assert code == 0 and " of 5000, version " in told, told
-    assert {line.split()[0] for line in told.splitlines()[1:]} == {"learner", "hub", "actor-0", "launcher"}, told
-    code, told = streamrl(harness, "drain", "actor-7")
-    assert code == 2 and "no actor 'actor-7' is connected. Did you mean actor-0?" in told
-    code, told = streamrl(harness, "resume")
-    assert code == 2 and "is running" in told
+    code, output = streamrl(harness, "status")
+    assert code == 0 and " of 5000, version " in output, output
+    assert {line.split()[0] for line in output.splitlines()[1:]} == {"learner", "hub", "actor-0", "launcher"}, output
+    code, output = streamrl(harness, "drain", "actor-7")
+    assert code == 2 and "no actor 'actor-7' is connected. Did you mean actor-0?" in output
+    code, output = streamrl(harness, "resume")
+    assert code == 2 and "is running" in output
 
     assert streamrl(harness, "scale", "2") == (0, "started: actor-1\n")
     harness.wait_for_actor("actor-1", 120)
-    code, told = streamrl(harness, "drain", "actor-0", "--within", "90")
-    assert code == 0 and "takes no more and leaves" in told
+    code, output = streamrl(harness, "drain", "actor-0", "--within", "90")
+    assert code == 0 and "takes no more and leaves" in output
     wait_until(lambda: actors_of(harness) == {"actor-1"}, 120, "actor-0's leave", harness.logs)
     log = harness.run_dir / "logs" / "actor-0.log"
     wait_until(lambda: "left cleanly" in log.read_text(), 30, "the end of actor-0", harness.logs)
@@ -58,14 +58,14 @@ def test_a_run_is_looked_at_scaled_drained_stopped_and_resumed_by_its_directory(
     assert harness.finish(launch, 60) == 130, harness.logs()
     reached = harness.metrics()[-1]["run/version"]
     assert "stopped at version" in streamrl(harness, "status")[1]
-    code, told = streamrl(harness, "scale", "1")
-    assert code == 2 and "is over: stopped at version" in told and "streamrl resume" in told
+    code, output = streamrl(harness, "scale", "1")
+    assert code == 2 and "is over: stopped at version" in output and "streamrl resume" in output
 
     steps = f"trainer.num_steps={int(reached) + 2}"
     resumed = harness.start("resume", [sys.executable, "-m", "streamrl.cli", "resume", str(harness.run_dir), steps])
     assert harness.finish(resumed, 180) == 0, harness.logs()
     trained = [row["run/version"] for row in harness.metrics() if "policy/loss" in row]
     assert trained == list(range(1, int(reached) + 3)), "every version once, none lost or repeated"
-    code, told = streamrl(harness, "resume")
-    assert code == 2 and "is over: it has done its" in told
+    code, output = streamrl(harness, "resume")
+    assert code == 2 and "is over: it has done its" in output
     assert harness.leftovers() == []
