@@ -11,7 +11,6 @@ import logging
 import os
 import shlex
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ from streamrl.run_dirs import LAUNCH_NOTE, choose_run_dir, launch_lock, name_or_
 from streamrl.supervise.actors import ActorPool
 from streamrl.supervise.caller import Caller
 from streamrl.supervise.check import check_settings
-from streamrl.supervise.child import Child, num_threads, openmp_environment
+from streamrl.supervise.child import Supervised, last_words, num_threads, openmp_environment
 from streamrl.supervise.learner import LearnerRestarts, Standby
 from streamrl.transport.control import ControlServer, ask, is_running, note
 from streamrl.transport.keys import KeyDirectory
@@ -88,7 +87,7 @@ class Launcher:
         self.config, self.run_dir, self._caller = config, run_dir, caller or Caller()
         self._placement = placement or Placement()
         self._overrides = [one for one in overrides if not one.startswith(("run.dir=", "-"))]
-        self._learner: Child | None = None
+        self._learner: Supervised | None = None
         self._actors = ActorPool(self._start_actor, self._drain, config.launch.num_max_restarts, self._caller)
         self._restarts = LearnerRestarts(run_dir, config.launch.num_max_learner_restarts)
         self._standby = Standby(lambda: self._start_learner("--standby", resume=True))
@@ -149,10 +148,10 @@ class Launcher:
             ended = read_object(self.run_dir / "summary.json")
             if ended.get("failed"):
                 return f"The run failed after {ended.get('steps')} steps (log: {log_path}):\n{ended['failed']}"
-        if self._written_at("hub.json") != self._old_hub and (cause := self._restarts.what_ended_it()):
+        if self._written_at("hub.json") != self._old_hub and (cause := self._restarts.exit_reason()):
             return f"The run ended with status {code} (log: {log_path}):\n{cause}"
         killed = f" (killed by {signal.Signals(-code).name}: out of memory?)" if code == -signal.SIGKILL else ""
-        return f"The run ended with status {code}{killed}. The end of {log_path}:\n{self._learner.last_words()}"
+        return f"The run ended with status {code}{killed}. The end of {log_path}:\n{last_words(log_path)}"
 
     def _resume(self) -> str:
         """The command that continues this run."""
@@ -185,7 +184,7 @@ class Launcher:
                 self._actors.poll(now)
                 if self.config.launch.standby_learner and self.config.launch.num_learner_ranks == 1:
                     self._standby.poll(now)
-                if self._actors.hopeless:
+                if self._actors.all_given_up:
                     self._caller.say("No actor can be kept alive: the run is stopped.", error=True)
                     self._learner.process.send_signal(signal.SIGTERM)
                     self._learner.process.wait()
@@ -194,7 +193,7 @@ class Launcher:
 
     # --- starting -----------------------------------------------------------------------------------------------
 
-    def _start_learner(self, *first: str, resume: bool = False) -> Child:
+    def _start_learner(self, *first: str, resume: bool = False) -> Supervised:
         overrides = [*self._overrides, f"run.dir={self.run_dir}"]
         if resume:
             overrides = [*(one for one in overrides if not one.startswith(RESUME)), f"{RESUME}true"]
@@ -208,7 +207,7 @@ class Launcher:
         if where.learner_share is not None:
             overrides.append(f"learner.gpu_memory_share={where.learner_share:g}")
         command = [*torchrun, *program("learner"), *first, *overrides]
-        return Child.start("learner", command, self.run_dir, {**self._openmp, **environment_for(where.learner)})
+        return Supervised("learner", command, self.run_dir, {**self._openmp, **environment_for(where.learner)})
 
     def _restart_learner(self, code: int) -> bool:
         """Start a learner again that was killed, or whose ranks lost each other; False if it has ended for good."""
@@ -225,17 +224,17 @@ class Launcher:
             "trained again.", error=True,
         )
         assert self._learner is not None
-        self._learner.close_pipe()
+        self._learner.close_input()
         self._endpoint = None
         self._old_hub = self._written_at("hub.json")
         self._learner = self._standby.take() or self._start_learner(resume=True)
         return True
 
-    def _start_actor(self, name: str) -> Child:
+    def _start_actor(self, name: str) -> Supervised:
         where, index = self._placement, int(name.rpartition("-")[2])
         index %= len(where.actors) or 1  # an actor that still leaves may hold the name, and so the place, of this one
         share = where.actor_shares[index] if where.actor_shares else None
-        return Child.start(name, [
+        return Supervised(name, [
             *program("actors"), f"connect={self._endpoint}", f"actors.actor_id={name}",
             f"actors.engine={self.config.actors.engine}",  # HELLO reports it
             f"actors.transports=[{','.join(self.config.actors.transports)}]",
@@ -305,24 +304,20 @@ class Launcher:
         children = [child for child in [self._learner, *self._actors.children] if child is not None]
         self._wait(children, 0.5 if interrupts.count else 2.0)
         for child in children:
-            if child.process.poll() is None:
+            if child.poll() is None:
                 child.process.terminate()
         self._wait(children, STOP_ACTORS_S if interrupts.count < 2 else 1.0)
         for child in children:
-            if child.process.poll() is None:
+            if child.poll() is None:
                 log.warning("%s did not end: killed", child.name)
-                os.killpg(child.process.pid, signal.SIGKILL)
-                child.process.wait()
-            child.close_pipe()
+                child.kill()
+            child.close_input()
 
     @staticmethod
-    def _wait(children: list[Child], seconds: float) -> None:
+    def _wait(children: list[Supervised], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for child in children:
-            try:
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
+            child.ends_within(max(0.0, deadline - time.monotonic()))
 
 
 def eval_notes(config: Config) -> list[str]:

@@ -1,17 +1,172 @@
-"""Processes of this machine as /proc shows them, where there is a /proc; the cores that this one may use, its host."""
+"""Processes of this machine: children that do not outlive this one, and what /proc tells of others.
+
+Our programs watch their standard input, a pipe from here (`streamrl.parent_watch`): they end with this process, after
+kill -9 too.
+"""
 
 from __future__ import annotations
 
 import os
+import select
+import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import IO
+
+from streamrl.parent_watch import VARIABLE
 
 PRIVATE = 0o077
 """The umask of our programs: what they write holds prompts and answers, and is for its owner."""
 _USERS_UMASK = "STREAMRL_USERS_UMASK"
 """In the environment of our programs: the umask before that."""
+_TAIL_CHARS, _MAX_LINE = 2000, 1 << 16
+
+
+class Child:
+    """A process with a pipe from this one as its standard input.
+
+    It has a session of its own: Ctrl-C is for the process that started it, which ends it.
+
+    Args:
+        argv: its command line.
+        log: file for its output and its errors, for its owner alone; None: they go where ours go.
+        environment: all of its variables; None: ours.
+        parent_watch: let it know that its standard input is a pipe to watch.
+        answers: read its output with `receive` and `receive_line`.
+        keep_errors: read its errors, for `errors` and `how_it_ended`.
+        on_error: called with each line of its errors, in a thread of its own.
+        folder: its working directory.
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], *, log: Path | None = None, environment: Mapping[str, str] | None = None,
+        parent_watch: bool = True, answers: bool = False, keep_errors: bool = False,
+        on_error: Callable[[str], None] | None = None, folder: str | None = None,
+    ) -> None:
+        variables = dict(os.environ if environment is None else environment)
+        output: IO[bytes] | int | None = subprocess.PIPE if answers else None
+        errors = subprocess.PIPE if keep_errors or on_error else None
+        with ExitStack() as opened:
+            if log is not None:
+                output = opened.enter_context(open(log, "ab", opener=_private))
+                errors = subprocess.STDOUT
+            self.process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=output, stderr=errors, cwd=folder, start_new_session=True,
+                env=variables | ({VARIABLE: "stdin"} if parent_watch else {}),
+            )
+        self._received, self._error_tail, self._on_error = bytearray(), "", on_error
+        self._reader = threading.Thread(target=self._read_errors, name="errors of a child", daemon=True)
+        if self.process.stderr is not None:
+            self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """Return its exit status once it has ended; negative is the signal that ended it."""
+        return self.process.poll()
+
+    def ends_within(self, limit_s: float) -> bool:
+        """Wait for its end, for so long at most."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(limit_s)
+        return self.process.returncode is not None
+
+    def close_input(self) -> None:
+        """Close its standard input: by this our programs end in order."""
+        assert self.process.stdin is not None
+        with suppress(OSError):  # it has ended, and bytes that were written for it are left
+            self.process.stdin.close()
+
+    def kill_group(self) -> None:
+        """Kill what is in its process group now."""
+        with suppress(ProcessLookupError, PermissionError):  # none is left
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def kill(self) -> int:
+        """Kill it and its process group, and return its exit status; nothing of it is left."""
+        if self.poll() is None:  # later its number may be that of another group
+            self.kill_group()
+        self.process.kill()
+        status = self.process.wait()
+        self.close_input()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return status
+
+    def errors(self, wait_s: float) -> str:
+        """Return the end of its errors, once it has ended; what it left running may hold their pipe open for longer."""
+        self._reader.join(wait_s)
+        return self._error_tail
+
+    def how_it_ended(self, limit_s: float) -> str:
+        """Return status and last words, once its output has ended; it should be over, and is killed if it lives on."""
+        self.ends_within(limit_s)
+        status = self.kill()
+        last = next(iter(self.errors(limit_s).strip().splitlines()[-1:]), "it printed nothing")
+        return f"ended with status {status}: {last}"
+
+    def send(self, data: bytes, deadline: float) -> None:
+        """Write to its standard input. Raises TimeoutError: it does not read in time, EOFError: it reads no more."""
+        assert self.process.stdin is not None
+        fd, left = self.process.stdin.fileno(), memoryview(data)
+        os.set_blocking(fd, False)
+        while left:
+            if not select.select([], [fd], [], max(0.0, deadline - time.monotonic()))[1]:
+                raise TimeoutError
+            try:
+                left = left[os.write(fd, left) :]
+            except BrokenPipeError:
+                raise EOFError from None
+
+    def receive(self, size: int, deadline: float) -> bytes:
+        """Return this many bytes of its output. Raises TimeoutError, and EOFError if it ends before."""
+        while len(self._received) < size:
+            self._receive_more(deadline)
+        return self._taken(size)
+
+    def receive_line(self, deadline: float | None) -> bytes:
+        """Return the next line of its output, without its end; None waits for as long as it runs. Raises as `receive`.
+        """
+        while (end := self._received.find(b"\n")) < 0:
+            self._receive_more(deadline)
+        return self._taken(end + 1)[:-1]
+
+    def _receive_more(self, deadline: float | None) -> None:
+        assert self.process.stdout is not None
+        fd, left = self.process.stdout.fileno(), None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not select.select([fd], [], [], left)[0]:
+            raise TimeoutError
+        chunk = os.read(fd, 1 << 16)
+        if not chunk:
+            raise EOFError
+        self._received += chunk
+
+    def _taken(self, size: int) -> bytes:
+        data = bytes(self._received[:size])
+        del self._received[:size]
+        return data
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            while line := lines.readline(_MAX_LINE):
+                text = line.decode(errors="replace")
+                self._error_tail = (self._error_tail + text)[-_TAIL_CHARS:]
+                if self._on_error is not None:
+                    self._on_error(text)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def keep_private() -> None:

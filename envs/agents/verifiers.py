@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import queue
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from envs.agents.task import AgentEnv
 from streamrl.config.addresses import environment_without_keys
 from streamrl.environment import AgentSession, Record, SingleTurnTask, Step
 from streamrl.errors import TaskError
+from streamrl.processes import Child
 
 PREFIX = "verifiers:"
 WORKER = str(Path(__file__).with_name("verifiers_worker.py"))
@@ -136,10 +136,7 @@ class _Process:
 
     def __init__(self, command: list[str]) -> None:
         try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace",
-                env=environment_without_keys(), start_new_session=True,
-            )
+            self._child = Child(command, environment=environment_without_keys(), parent_watch=False, answers=True)
         except OSError as error:
             raise TaskError(f"env.options.python cannot be started, see that it is there: {error}") from error
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -169,31 +166,29 @@ class _Process:
         """End it and its group, now."""
         with self._lock:
             if not self.ended:
-                self._kill()
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left
-            os.killpg(self._process.pid, signal.SIGKILL)
+                self._child.kill_group()
 
     def _say(self, line: dict[str, Any]) -> None:
         try:
             self._to_say.put_nowait(json.dumps(line) + "\n")
         except queue.Full:
             log.warning("a taskset's process reads no more, %d lines wait for it: it is ended", MAX_UNREAD)
-            self._kill()
+            self._child.kill_group()
 
     def _write(self) -> None:
-        assert self._process.stdin is not None
+        pipe = self._child.process.stdin
+        assert pipe is not None
         with contextlib.suppress(OSError, ValueError):  # it has closed its input
             while line := self._to_say.get():
-                self._process.stdin.write(line)
-                self._process.stdin.flush()
+                pipe.write(line.encode())
+                pipe.flush()
         self.kill()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
+        pipe = self._child.process.stdout
+        assert pipe is not None
         try:
-            while line := self._process.stdout.readline(MAX_LINE):
+            while line := pipe.readline(MAX_LINE).decode(errors="replace"):
                 found = _json_object(line)
                 if isinstance(found.get("id"), int) and {"reward", "error"} & set(found):
                     with self._lock:
@@ -208,13 +203,13 @@ class _Process:
         """Until it is over, and then no episode waits for it."""
         reader = threading.Thread(target=self._read, daemon=True)
         reader.start()
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # its number stays its own
+        os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)  # its number stays its own
         self.kill()  # what it leaves
         reader.join(END_S)  # the answers that it gave last
         with self._lock:
             self.ended = True
             asked, self._asked = self._asked, {}
-        self._process.wait()
+        self._child.process.wait()
         for answer in asked.values():
             _tell(answer, {"error": ENDED})
         with contextlib.suppress(queue.Full):

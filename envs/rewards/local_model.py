@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import subprocess
 import threading
 import time
 from pathlib import Path
 
-from envs.rewards.workers import end
-from streamrl import parent_watch
 from streamrl.errors import ConfigError
+from streamrl.parent_watch import program
+from streamrl.processes import Child
 from streamrl.weights.model_folder import check_folder
 
 log = logging.getLogger("streamrl.actor")
+END_S = 5.0
 MODULE = "actors.reward_model"
 """What serves the model; named, not imported: no torch is loaded here."""
 READY = "reward model at "
@@ -54,8 +53,8 @@ class LocalModel:
 
     def __init__(self, path: str, device: str) -> None:
         self._path, self._device = path, device
-        self._process: subprocess.Popen[str] | None = None
-        self.url, self._last_words = "", ""
+        self._process: Child | None = None
+        self.url = ""
         self._lock = threading.Lock()
 
     @property
@@ -73,43 +72,25 @@ class LocalModel:
     def stop(self) -> None:
         """End it, also while it is loading."""
         process = self._process
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        if process is not None:
+            process.process.kill()
+            if self.url:  # else another thread reads its output, and ends with it
+                process.kill()
 
     def _start(self) -> None:
         self.stop()
         self.url, began = "", time.monotonic()
         log.info("starting the reward model %s: no answer is scored before it is loaded", self._path)
-        command = [*parent_watch.program(MODULE), self._path, "--port", "0", "--device", self._device]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            env=parent_watch.child_environment(),
-            start_new_session=True,  # Ctrl-C is for the actor, which ends it
-        )  # fmt: skip
-        reader = threading.Thread(target=self._read_errors, args=(self._process,), daemon=True)
-        reader.start()
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(READY):
-                self.url = line.removeprefix(READY).strip()
-                log.info("the reward model %s is loaded, after %.0f s", self._path, time.monotonic() - began)
-                return
-        status = end(self._process)
-        reader.join(5.0)
-        words = self._last_words.strip().splitlines()[-1:] or ["it printed nothing"]
-        raise ConfigError(
-            f"the process of reward.model.path={self._path} ended with status {status}: {words[0]} "
-            f"(run `streamrl reward-model {self._path}` to read all of it)"
+        self._process = process = Child(
+            [*program(MODULE), self._path, "--port", "0", "--device", self._device], answers=True, keep_errors=True
         )
-
-    def _read_errors(self, process: subprocess.Popen[str]) -> None:
-        assert process.stderr is not None
-        with process.stderr as lines:
-            for line in lines:
-                self._last_words = (self._last_words + line)[-2000:]
+        try:
+            while not self.url:
+                line = process.receive_line(None).decode(errors="replace")
+                self.url = line.removeprefix(READY).strip() if line.startswith(READY) else ""
+        except EOFError:
+            raise ConfigError(
+                f"the process of reward.model.path={self._path} {process.how_it_ended(END_S)} "
+                f"(run `streamrl reward-model {self._path}` to read all of it)"
+            ) from None
+        log.info("the reward model %s is loaded, after %.0f s", self._path, time.monotonic() - began)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import queue
-import select
-import subprocess
-import sys
-import threading
 import time
 from typing import Any
 
 from envs.sandbox.confined import PREPARE_S
-from envs.sandbox.process import write
 from streamrl.config.addresses import environment_without_keys
 from streamrl.config.schema import RewardConfig
 from streamrl.errors import TaskError
+from streamrl.parent_watch import program
+from streamrl.processes import Child
 
 START_S = 60.0
 GRACE_S = 10.0
@@ -59,7 +55,7 @@ class WorkerPool:
             answer = worker.ask(question, PREPARE_S + self._limit_s + GRACE_S)
         except BaseException:
             if worker is not None:
-                worker.close()
+                worker.kill()
                 worker = None
             raise
         finally:
@@ -83,38 +79,23 @@ class WorkerPool:
         while not self._places.empty():
             worker = self._places.get()
             if worker is not None:
-                worker.close()
+                worker.kill()
 
 
-class _Worker:
+class _Worker(Child):
     def __init__(self, module: str, limit_s: float) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(limit_s)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-            env=environment_without_keys() | {"OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is for the actor, not for them
-        )  # fmt: skip
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
-        self._buffer = b""
-        self._errors = b""
-        self._reader = threading.Thread(target=self._read_errors, daemon=True)
-        self._reader.start()
+        super().__init__(
+            [*program(module), str(limit_s)], environment=environment_without_keys() | {"OMP_NUM_THREADS": "1"},
+            parent_watch=False, answers=True, keep_errors=True,
+        )
         try:
             self._line(time.monotonic() + START_S)
         except BaseException:
-            self.close()
+            self.kill()
             raise
 
     def ask(self, question: Any, limit_s: float) -> Any:
-        assert self._process.stdin is not None
-        deadline = time.monotonic() + limit_s
-        try:
-            if not write(self._process.stdin.fileno(), json.dumps(question).encode() + b"\n", deadline):
-                raise self._late()
-        except BrokenPipeError:
-            raise self._ended() from None
-        line = self._line(deadline)
+        line = self._line(time.monotonic() + limit_s, json.dumps(question).encode() + b"\n")
         try:
             answer = json.loads(line)
         except ValueError:
@@ -123,48 +104,12 @@ class _Worker:
             raise TaskError(f"a worker of a reward wrote a line that is no answer, see what prints it: {line[:200]!r}")
         return answer
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-    def _line(self, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        fd = self._process.stdout.fileno()
-        while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([fd], [], [], left)[0]:
-                raise self._late()
-            chunk = os.read(fd, 1 << 16)
-            if not chunk:
-                raise self._ended()
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
-
-    def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._errors = (self._errors + line)[-2000:]
-
-    @staticmethod
-    def _late() -> TaskError:
-        return TaskError("a reward's worker did not answer in time: look at this machine's load.")
-
-    def _ended(self) -> TaskError:
-        status = end(self._process)
-        self._reader.join(1.0)
-        words = self._errors.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
-        return TaskError(f"a worker process of a reward ended with status {status}: {words[0]}")
-
-
-def end(process: subprocess.Popen[Any]) -> int:
-    """The status of a process whose output has ended, which should be over at once and is killed if it lives on."""
-    try:
-        return process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+    def _line(self, deadline: float, question: bytes = b"") -> bytes:
+        """What it says to a question. Raises TaskError if it ends, or takes too long."""
+        try:
+            self.send(question, deadline)
+            return self.receive_line(deadline)
+        except TimeoutError:
+            raise TaskError("a reward's worker did not answer in time: look at this machine's load.") from None
+        except EOFError:
+            raise TaskError(f"a worker process of a reward {self.how_it_ended(END_S)}") from None

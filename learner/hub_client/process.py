@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
-import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 from learner.hub.shared.settings import HubSettings, write_settings
 from learner.hub.status import note_lost
 from learner.hub_client.endpoint import FOLDER_PREFIX
 from streamrl.errors import StreamrlError
-from streamrl.parent_watch import child_environment, program
+from streamrl.parent_watch import program
+from streamrl.processes import Child
 from streamrl.transport.rank_keys import RankKeys
 
 log = logging.getLogger("streamrl.learner")
 
 
-class HubProcess:
+class HubProcess(Child):
     """The child process. If it dies, the learner fails; if the learner dies, end-of-file on its stdin ends it."""
 
     def __init__(self, settings: HubSettings, rank_keys: RankKeys | None = None) -> None:
@@ -27,15 +27,14 @@ class HubProcess:
         self._run_dir = Path(settings.run_dir)
         path = self._run_dir / "hub_settings.json"
         write_settings(settings, path)
-        self._process = subprocess.Popen(
-            [*program("learner.hub"), str(path)], stdin=subprocess.PIPE,
-            env={**child_environment(), "OMP_NUM_THREADS": "1", **(rank_keys.environment() if rank_keys else {})},
-            start_new_session=True,
+        keys = rank_keys.environment() if rank_keys else {}
+        super().__init__(
+            [*program("learner.hub"), str(path)], environment={**os.environ, "OMP_NUM_THREADS": "1", **keys}
         )
 
     def check(self) -> None:
         """Check that the hub runs. Raises StreamrlError if it has ended."""
-        code = self._process.poll()
+        code = self.poll()
         if code is None:
             return
         if code >= 0:  # it failed by itself, and would again
@@ -46,18 +45,13 @@ class HubProcess:
 
     def wait(self, timeout_s: float) -> None:
         """Let the hub flush after Shutdown, and kill it if that takes too long."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        if not self.ends_within(timeout_s):
             log.warning("the hub did not end within %g s: killed", timeout_s)
-            self._process.kill()
-            self._process.wait()
+            self.kill()
 
     def abandon(self) -> None:
         """Close its stdin: the hub tells the actors to wait for a successor, cleans up and ends."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self.close_input()
         self.wait(15.0)
         if self._socket_folder.name.startswith(FOLDER_PREFIX):  # still there if the hub was killed
             shutil.rmtree(self._socket_folder, ignore_errors=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from streamrl.supervise.caller import Caller
-from streamrl.supervise.child import OWN_LINE, Child
+from streamrl.supervise.child import OWN_LINE, Supervised, last_words, log_tail
 
 log = logging.getLogger("streamrl.launch")
 
@@ -27,7 +27,7 @@ LEAVE_S = 15.0
 class Leaving:
     """An actor that is no longer wanted."""
 
-    child: Child
+    child: Supervised
     terminate_at: float
 
 
@@ -42,22 +42,22 @@ class ActorPool:
     """
 
     def __init__(
-        self, start: Callable[[str], Child], drain: Callable[[str, float], bool], num_max_restarts: int,
+        self, start: Callable[[str], Supervised], drain: Callable[[str, float], bool], num_max_restarts: int,
         caller: Caller,
     ) -> None:
         self._caller = caller
         self._start, self._drain, self._num_max_restarts = start, drain, num_max_restarts
-        self._actors: list[Child] = []
+        self._actors: list[Supervised] = []
         self._leaving: list[Leaving] = []
         self._some_left = False
 
     @property
-    def children(self) -> list[Child]:
+    def children(self) -> list[Supervised]:
         """Every process that may still run."""
         return [*self._actors, *(one.child for one in self._leaving)]
 
     @property
-    def hopeless(self) -> bool:
+    def all_given_up(self) -> bool:
         """Whether every actor was given up; one that has left in peace is no sign of trouble."""
         return bool(self._actors) and not self._some_left and all(actor.given_up for actor in self._actors)
 
@@ -80,12 +80,12 @@ class ActorPool:
             if self._has_left(actor):
                 self._some_left = True
                 self._actors.remove(actor)
-                actor.close_pipe()
-            elif actor.process.poll() is not None and not actor.given_up:
+                actor.close_input()
+            elif actor.poll() is not None and not actor.given_up:
                 self._revive(actor, now)
         for one in list(self._leaving):
-            if one.child.process.poll() is not None:
-                one.child.close_pipe()
+            if one.child.poll() is not None:
+                one.child.close_input()
                 self._leaving.remove(one)
             elif now >= one.terminate_at:
                 one.terminate_at = now + LEAVE_S
@@ -97,29 +97,29 @@ class ActorPool:
         for actor in self._actors:
             if actor.given_up:
                 what = f"was given up after {actor.num_restarts} restarts: see {actor.log_path}"
-            elif actor.restart_at is not None and actor.process.poll() is not None:
+            elif actor.restart_at is not None and actor.poll() is not None:
                 what = f"has died and is started again in {max(0.0, actor.restart_at - now):.1f} s"
             else:
-                what = (f"runs for {now - actor.started_at:.0f} s as process {actor.process.pid} and is not connected: "
+                what = (f"runs for {now - actor.started_at:.0f} s as process {actor.pid} and is not connected: "
                         f"it loads its libraries, or cannot reach the hub (see {actor.log_path})")
             told.append((actor.name, what))
         return told + [(one.child.name, "is leaving") for one in self._leaving]
 
     @staticmethod
-    def _has_left(actor: Child) -> bool:
-        return actor.process.poll() == 0
+    def _has_left(actor: Supervised) -> bool:
+        return actor.poll() == 0
 
-    def _retire(self, actor: Child, now: float) -> None:
-        if actor.process.poll() is not None:
-            actor.close_pipe()
+    def _retire(self, actor: Supervised, now: float) -> None:
+        if actor.poll() is not None:
+            actor.close_input()
             return
         asked = self._drain(actor.name, FINISH_S)
         if not asked:  # not connected: it holds nothing that could be finished
             actor.process.terminate()
         self._leaving.append(Leaving(actor, now + (FINISH_S if asked else 0.0) + LEAVE_S))
 
-    def _revive(self, actor: Child, now: float) -> None:
-        code = actor.process.poll()
+    def _revive(self, actor: Supervised, now: float) -> None:
+        code = actor.poll()
         assert code is not None
         if actor.restart_at is None:
             age = now - actor.started_at
@@ -130,21 +130,21 @@ class ActorPool:
                 actor.given_up = True
                 self._caller.say(
                     f"\n{actor.name} ended with status {code} after {actor.num_restarts} restarts: given up "
-                    f"({why}). The end of {actor.log_path}:\n{actor.last_words()}", error=True)
+                    f"({why}). The end of {actor.log_path}:\n{last_words(actor.log_path)}", error=True)
                 return
             actor.restart_at = now + (1.0 if age < QUICK_DEATH_S else 0.0)
             log.warning("%s ended with status %d: restarting it. Its last line (%s):\n%s",
-                        actor.name, code, actor.log_path, actor.tail(1))
+                        actor.name, code, actor.log_path, log_tail(actor.log_path, 1))
         if now >= actor.restart_at:
             fresh = self._start(actor.name)
             fresh.num_restarts = actor.num_restarts + 1
             fresh.same_deaths, fresh.last_line = actor.same_deaths, actor.last_line
-            actor.close_pipe()
+            actor.close_input()
             self._actors[self._actors.index(actor)] = fresh
 
-    def _why_give_up(self, actor: Child, code: int, age: float) -> str:
+    def _why_give_up(self, actor: Supervised, code: int, age: float) -> str:
         """Why a dead actor is not started again; "" if it is."""
-        last_line = OWN_LINE.sub("", actor.tail(1).strip())
+        last_line = OWN_LINE.sub("", log_tail(actor.log_path, 1).strip())
         again = code > 0 and age < HEALTHY_S and last_line == actor.last_line  # a signal leaves no last line
         actor.same_deaths, actor.last_line = actor.same_deaths + 1 if again else 1, last_line
         if code == EXIT_CONFIG:  # it stays one however often the actor starts

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from streamrl.config.addresses import key_of
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, StreamrlError
-from streamrl.parent_watch import NOTICE, child_environment, program
+from streamrl.parent_watch import NOTICE, program
+from streamrl.processes import Child
 from streamrl.supervise.actors import EXIT_CONFIG
 from streamrl.supervise.caller import Caller
 
@@ -34,24 +33,21 @@ def check_settings(config: Config, overrides: Sequence[str], caller: Caller) -> 
         key_of("actors.endpoint.admin_key_env", config.actors.endpoint.admin_key_env)
     caller.say("checking the settings")
     told: list[str] = []
-    with subprocess.Popen(
-        [*program("learner"), "--check", *overrides], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, errors="replace", env=child_environment(),
-    ) as check:
-        reader = threading.Thread(target=_pass_on, args=(check.stderr, told, caller), daemon=True)
-        reader.start()
-        answer = check.stdout.read().strip() if check.stdout is not None else ""
-        code = check.wait()
-        reader.join(timeout=1.0)  # a process that the task started may hold the pipe
+
+    def pass_on(line: str) -> None:
+        told.append(line)
+        if line.startswith(NOTICE):
+            caller.say(line.removeprefix(NOTICE), end="")
+
+    check = Child([*program("learner"), "--check", *overrides], answers=True, on_error=pass_on)
+    assert check.process.stdout is not None
+    try:
+        answer = check.process.stdout.read().decode(errors="replace").strip()
+        code = check.process.wait()
+        check.errors(wait_s=1.0)  # all that it says has been passed on
+    finally:
+        check.kill()
     if code == EXIT_CONFIG and answer:
         raise ConfigError(answer)
     if code != 0:
         raise StreamrlError(f"the check of the settings ended with status {code}:\n{''.join(told).strip()}")
-
-
-def _pass_on(lines: Iterable[str], kept: list[str], caller: Caller) -> None:
-    """Tell what the check says while it runs; keep it all."""
-    for line in lines:
-        kept.append(line)
-        if line.startswith(NOTICE):
-            caller.say(line.removeprefix(NOTICE), end="")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.metrics.files import read_object, text_of
-from streamrl.supervise.child import Child
+from streamrl.supervise.child import Supervised
 from streamrl.transport.control import is_running
 
 STANDBY_AFTER_S = 30.0
@@ -24,9 +24,9 @@ class Standby:
         start: such a process.
     """
 
-    def __init__(self, start: Callable[[], Child]) -> None:
+    def __init__(self, start: Callable[[], Supervised]) -> None:
         self._start = start
-        self.child: Child | None = None
+        self.child: Supervised | None = None
         self._due: float | None = None
 
     def poll(self, now: float) -> None:
@@ -35,15 +35,14 @@ class Standby:
         if self.child is None and now >= self._due:
             self.child = self._start()
 
-    def take(self) -> Child | None:
+    def take(self) -> Supervised | None:
         """The process, which begins now; None if there is none that could."""
         child, self.child, self._due = self.child, None, None
-        if child is None or child.process.poll() is not None or child.process.stdin is None:
+        if child is None or child.poll() is not None:
             return None
         try:
-            child.process.stdin.write(b"\n")
-            child.process.stdin.flush()
-        except BrokenPipeError:
+            child.send(b"\n", time.monotonic())
+        except (EOFError, TimeoutError):
             return None
         return child
 
@@ -51,9 +50,7 @@ class Standby:
         """End a standby that is not needed any more, by its pipe or by force."""
         child, self.child = self.child, None
         if child is not None:
-            child.close_pipe()
-            child.process.kill()  # it holds nothing yet
-            child.process.wait()
+            child.kill()  # it holds nothing yet
 
 
 class LearnerRestarts:
@@ -90,7 +87,7 @@ class LearnerRestarts:
         """The name of the newest checkpoint; "" before the first."""
         return text_of(self._run_dir / "LATEST").strip()
 
-    def what_ended_it(self) -> str:
+    def exit_reason(self) -> str:
         """The cause that the hub wrote about the process group's end; "" if it has none."""
         return str(self._status().get("cause", ""))
 

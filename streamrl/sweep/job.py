@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Thread
 
 from streamrl.errors import CheckpointError
 from streamrl.metrics.files import read_object, text_of
@@ -18,7 +17,8 @@ from streamrl.metrics.ranking import Objective, pruned_at
 from streamrl.metrics.run_record import FAILURE
 from streamrl.metrics.sinks import parse_row
 from streamrl.metrics.summary import Summary
-from streamrl.parent_watch import child_environment, program
+from streamrl.parent_watch import program
+from streamrl.processes import Child
 from streamrl.report.live.logs import Tail
 from streamrl.report.report import write_report
 
@@ -64,11 +64,8 @@ def is_done(run_dir: Path) -> bool:
     return not summary.failed and (not summary.stopped or summary.stopped.startswith("pruned"))
 
 
-class JobProcess:
-    """A `streamrl launch` of one job, in a session of its own: Ctrl-C reaches it only through `interrupt`.
-
-    It watches the pipe that is its standard input, so it ends with this process, after kill -9 too.
-    """
+class JobProcess(Child):
+    """A `streamrl launch` of one job: Ctrl-C reaches it only through `interrupt`."""
 
     def __init__(self, job: Job, share: Mapping[str, str], *, quiet: bool) -> None:
         self.job = job
@@ -79,31 +76,19 @@ class JobProcess:
         self.log_path.parent.mkdir(exist_ok=True)
         resume = ["checkpoint.resume=true"] if (job.run_dir / "EPOCH").exists() else []
         command = [*program("streamrl.cli"), "launch", *job.words, f"run.dir={job.run_dir}", *resume]
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log if quiet else None,
-                stderr=subprocess.STDOUT if quiet else subprocess.PIPE, env={**child_environment(), **share},
-                start_new_session=True,
-            )
-        self._errors = None if quiet else Thread(target=self._pass_on_errors, name="errors of a run", daemon=True)
-        if self._errors is not None:
-            self._errors.start()
+        super().__init__(
+            command, log=self.log_path if quiet else None, environment={**os.environ, **share},
+            on_error=None if quiet else self._pass_on_error,
+        )
         self._metrics = Tail(job.run_dir / "metrics.jsonl")
         self._pruned_at: int | None = None
 
-    def _pass_on_errors(self) -> None:
-        """Copy the run's errors to the terminal, and to the log for the reason of a failure."""
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            text = line.decode(errors="replace")
-            with suppress(OSError):  # a closed terminal or a full disk: the run would wait for who reads no more
-                sys.stderr.write(text)
-            with suppress(OSError), self.log_path.open("a") as log:
-                log.write(text)
-
-    def poll(self) -> int | None:
-        """The exit status, once it has ended."""
-        return self._process.poll()
+    def _pass_on_error(self, line: str) -> None:
+        """Copy a line of the run's errors to the terminal, and to the log for the reason of a failure."""
+        with suppress(OSError):  # a closed terminal or a full disk: the run would wait for who reads no more
+            sys.stderr.write(line)
+        with suppress(OSError), self.log_path.open("a") as log:
+            log.write(line)
 
     def new_values(self, objective: Objective) -> list[tuple[int, float]]:
         """(step, value) of the lines that metrics.jsonl got since the last call."""
@@ -124,16 +109,14 @@ class JobProcess:
 
     def interrupt(self) -> None:
         """Interrupt as Ctrl-C does: the first time it saves and stops, the second time it ends at once."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+        if self.poll() is None:
+            self.process.send_signal(signal.SIGINT)
 
     def close(self) -> None:
         """Wait for its end, which comes soon once the pipe is closed."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-        if self._errors is not None:
-            self._errors.join(ERRORS_S)
+        self.close_input()
+        self.process.wait()
+        self.errors(ERRORS_S)  # all of them are in the log
 
     def mark_pruned(self) -> None:
         """Write into its summary that it was pruned, and when."""

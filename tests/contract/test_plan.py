@@ -21,9 +21,9 @@ MAX_PRODUCT_LINES, MAX_TEST_LINES, MAX_MEDIAN_LENGTH = 74_900, 76_250, 48
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("streamrl.errors", "streamrl.version", "streamrl.lag_rule", "configs"),
-    ("streamrl.extension", "streamrl.gpus", "streamrl.named_code"),
+    ("streamrl.extension", "streamrl.gpus", "streamrl.named_code", "streamrl.parent_watch"),
     ("streamrl.messages",),
-    ("streamrl.config", "streamrl.algorithms", "streamrl.metrics", "streamrl.environment", "streamrl.parent_watch",
+    ("streamrl.config", "streamrl.algorithms", "streamrl.metrics", "streamrl.environment",
      "streamrl.process_memory", "streamrl.processes", "streamrl.commands", "streamrl.architectures"),
     ("streamrl.stream",),
     ("streamrl.transport", "streamrl.weights", "streamrl.report", "streamrl.run_dirs"),

@@ -56,8 +56,8 @@ def test_a_killed_hub_is_treated_like_a_killed_learner_under_launch(harness: Run
 @pytest.mark.parametrize(("command", "restarted"), [("kill -SEGV $$", True), ("exit 3", False)])
 def test_a_hub_that_fails_by_itself_would_fail_again(tmp_path, command, restarted):
     hub = HubProcess.__new__(HubProcess)
-    hub._run_dir, hub._process = tmp_path, subprocess.Popen(["bash", "-c", command])
-    hub._process.wait()
+    hub._run_dir, hub.process = tmp_path, subprocess.Popen(["bash", "-c", command])
+    hub.process.wait()
 
     with pytest.raises(StreamrlError, match="SIGSEGV" if restarted else "ended with status 3"):
         hub.check()

@@ -14,9 +14,9 @@ import pytest
 
 from streamrl.config.schema import Config, RunConfig
 from streamrl.metrics.files import append_lines, write_atomic
-from streamrl.processes import is_stopped, process_state, processor_s
+from streamrl.processes import Child, is_stopped, process_state, processor_s
 from streamrl.run_dirs import choose_run_dir, note_start
-from streamrl.supervise.child import Child
+from streamrl.supervise.child import Supervised, log_tail
 
 pytestmark = pytest.mark.timeout(60)
 # Some ticks of the clock by which the kernel counts processor time.
@@ -24,15 +24,13 @@ BUSY = "import time\nwhile time.process_time() < 0.1: pass\nprint('begun', flush
 
 
 @pytest.fixture
-def child() -> Iterator[Child]:
+def child(tmp_path: Path) -> Iterator[Supervised]:
     """A process that has begun and waits."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", BUSY], stdout=subprocess.PIPE, stdin=subprocess.PIPE
-    )
-    assert process.stdout is not None and process.stdout.readline() == b"begun\n"
-    yield Child("learner", process, time.monotonic() - 7.0, Path("learner.log"))
-    process.kill()
-    process.wait()
+    child = Supervised("learner", [sys.executable, "-c", BUSY], tmp_path)
+    while "begun" not in log_tail(child.log_path, 1):
+        time.sleep(0.01)
+    yield child
+    child.kill()
 
 
 def stop(pid: int) -> None:
@@ -42,16 +40,16 @@ def stop(pid: int) -> None:
 
 
 def test_state_and_processor_time_of_a_process(child):
-    assert process_state(child.process.pid) in "RSD" and not is_stopped(child.process.pid)
-    assert processor_s(child.process.pid) > 0.0
+    assert process_state(child.pid) in "RSD" and not is_stopped(child.pid)
+    assert processor_s(child.pid) > 0.0
     free = 2**22 + 1
     assert (process_state(free), processor_s(free)) == ("", 0.0)
 
 
 def test_the_sentence_of_a_process_says_that_it_is_stopped(child):
-    assert f"runs for 7 s as process {child.process.pid}, with " in child.sentence(child.started_at + 7.0)
-    stop(child.process.pid)
-    assert f"as process {child.process.pid} and is stopped (SIGSTOP), with " in child.sentence(time.monotonic())
+    assert f"runs for 7 s as process {child.pid}, with " in child.sentence(child.started_at + 7.0)
+    stop(child.pid)
+    assert f"as process {child.pid} and is stopped (SIGSTOP), with " in child.sentence(time.monotonic())
 
 
 def test_what_a_program_writes_is_for_its_owner_and_what_users_share_as_they_have_it(tmp_path):
@@ -88,3 +86,41 @@ def test_a_run_directory_and_its_files_are_for_their_owner_whatever_the_umask_is
     assert {path.name: path.stat().st_mode & 0o777 for path in run_dir.iterdir()} == dict.fromkeys(
         ("summary.json", "metrics.jsonl", "run.json", "run.json.signature"), 0o600
     )
+
+
+def test_a_child_answers_and_says_why_it_ended():
+    program = "import sys; print(input(), flush=True); print('first', file=sys.stderr); sys.exit('no weights')"
+    child = Child([sys.executable, "-c", program], answers=True, keep_errors=True)
+    deadline = time.monotonic() + 30
+
+    child.send(b"seven\n", deadline)
+
+    assert child.receive(3, deadline) == b"sev" and child.receive_line(deadline) == b"en"
+    with pytest.raises(EOFError):
+        child.receive_line(deadline)
+    assert child.how_it_ended(30) == "ended with status 1: no weights"
+
+
+def test_a_child_that_neither_reads_nor_writes_is_late_and_killed_with_its_group():
+    program = "import os, time; os.fork(); os.write(1, b'%d\\n' % os.getpid()); time.sleep(1000)"
+    child = Child([sys.executable, "-c", program], answers=True)
+    pids = [int(child.receive_line(time.monotonic() + 30)) for _ in range(2)]
+
+    with pytest.raises(TimeoutError):
+        child.receive_line(time.monotonic() + 0.1)
+    with pytest.raises(TimeoutError):
+        child.send(bytes(1 << 20), time.monotonic() + 0.1)
+    assert child.poll() is None and not child.ends_within(0.0)
+    assert child.kill() == -signal.SIGKILL
+    while any(process_state(pid) not in ("", "Z") for pid in pids):
+        time.sleep(0.01)
+
+
+def test_a_log_of_a_child_is_for_its_owner_whatever_the_umask_is(tmp_path):
+    before = os.umask(0)
+    try:
+        child = Child([sys.executable, "-c", "import os; os.system('echo here >&2')"], log=tmp_path / "log")
+    finally:
+        os.umask(before)
+    assert child.ends_within(30) and (tmp_path / "log").read_text() == "here\n"
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600

@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from streamrl.architectures.rope import has_dynamic_rope
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD
 from streamrl.errors import EngineError
 from streamrl.parent_watch import program
+from streamrl.processes import Child
 from streamrl.transport.sockets import socket_root
 
 WORKER_EXTENSION = "actors.engines.vllm.worker.DocumentLoader"
@@ -171,10 +171,7 @@ class EngineProcessGroup:
         self.mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self.folder = tempfile.mkdtemp(prefix="streamrl-vllm-")
         _copy_files(model_dir, self.folder)
-        self._reaper = subprocess.Popen(
-            [*program("actors.engines.vllm.reaper"), str(os.getpid()), self.mark, self.folder],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
-        )
+        self._reaper = Child([*program("actors.engines.vllm.reaper"), str(os.getpid()), self.mark, self.folder])
 
     def terminate_all(self) -> None:
         """Kill every process of the engine, whatever its state."""
@@ -184,7 +181,6 @@ class EngineProcessGroup:
         """Leave no process and no folder; may be called twice."""
         self.terminate_all()
         self._reaper.kill()
-        self._reaper.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 from learner.hub.shared.settings import HubSettings, write_settings
-from streamrl.parent_watch import child_environment, program
+from streamrl.parent_watch import program
+from streamrl.processes import Child
 
 START_S = 300.0
 """Deadline of its first report: it loads its libraries and opens its device."""
@@ -21,10 +21,7 @@ class BroadcasterProcess:
     def __init__(self, settings: HubSettings) -> None:
         path = Path(settings.run_dir) / "broadcaster_settings.json"
         write_settings(settings, path)
-        self._process = subprocess.Popen(
-            [*program("learner.broadcaster"), str(path)], stdin=subprocess.PIPE, env=child_environment(),
-            start_new_session=True,
-        )
+        self._process = Child([*program("learner.broadcaster"), str(path)]).process
 
     def alive(self) -> bool:
         """Return whether it runs; a call after its end also reaps it."""

@@ -16,7 +16,7 @@ from streamrl.launch import EXIT_INTERRUPTED, EXIT_NO_ACTORS, Launcher, launch_r
 from streamrl.supervise.actors import NUM_SAME_DEATHS
 from streamrl.supervise.caller import Caller
 from streamrl.supervise.check import check_engine, check_settings
-from streamrl.supervise.child import SPINS, Child
+from streamrl.supervise.child import SPINS, last_words
 from streamrl.transport.control import ask
 from tests.unit.config.setting_harness import config_of
 
@@ -152,7 +152,7 @@ def test_the_last_words_of_a_process_are_its_own_lines_or_its_traceback(tmp_path
     path = tmp_path / "learner.log"
     path.write_text(log)
 
-    assert Child("learner", None, 0.0, path).last_words() == shown
+    assert last_words(path) == shown
 
 
 def test_without_actors_the_command_that_starts_one_is_printed(here, capfd):

@@ -43,8 +43,8 @@ def test_an_endless_comparison_is_ended_and_the_next_one_answered() -> None:
 def test_a_worker_that_dies_is_named_and_replaced(pool: WorkerPool) -> None:
     pool.ask(["1", "1"])
     (worker,) = [worker for worker in pool._places.queue if worker is not None]
-    os.kill(worker._process.pid, signal.SIGKILL)
-    worker._process.wait(10)
+    os.kill(worker.process.pid, signal.SIGKILL)
+    worker.process.wait(10)
     with pytest.raises(TaskError, match="ended with status -9"):
         pool.ask(["1", "1"])
     assert pool.ask(["1", "1"]) == 1.0
@@ -76,4 +76,4 @@ def test_a_worker_that_does_not_keep_to_its_part_blocks_no_caller(monkeypatch, t
 
 
 def _workers_of(pool: WorkerPool) -> list[int]:
-    return [worker._process.pid for worker in pool._places.queue if worker is not None]
+    return [worker.process.pid for worker in pool._places.queue if worker is not None]
