@@ -11,6 +11,7 @@ from envs.agents.verifiers import PREFIX as VERIFIERS
 from envs.registry import REGISTERED
 from envs.tasks.named import FORMATS, NAMED
 from envs.tasks.reasoning import PREFIX, ReasoningTask, config_class, dataset_names
+from envs.tasks.search_questions import NAME as SEARCH
 from streamrl.commands import status_of
 from streamrl.errors import ConfigError
 from streamrl.extension import did_you_mean
@@ -37,7 +38,9 @@ def entries() -> list[Entry]:
     named = Entry("gem", "An environment of the package gem-llm, which must be installed.", gem)
     own = Entry(f"{VERIFIERS}ID", "A taskset of verifiers, in an environment of its own.", "python, num_test, --env.*")
     server = Entry("openenv:URL", "An environment behind a server of OpenEnv.", "action, observation, reset, ...")
-    return [*listed, *formats, named, own, server,
+    asked = "Questions that are answered by searching, in the form of Search-R1. Needs data.path."
+    search = Entry(SEARCH, asked, "num_results, format_reward, instruction; env.tool_use.documents is searched")
+    return [*listed, *formats, search, named, own, server,
             Entry(f"{PREFIX}NAME", "Any data set of the reasoning_gym package.", every)]
 
 

@@ -25,10 +25,10 @@ from envs.agents.verifiers import VerifiersTask
 from envs.data_task import TaskSettings, task_from_data
 from envs.task_file import NO_TASK, PARTS, construct, task_from_file
 from envs.tasks.by_field import FieldTask
-from envs.tasks.games import GAMES
 from envs.tasks.named import FORMATS, NAMED
 from envs.tasks.reasoning import PREFIX, ReasoningTask, dataset_names
-from envs.tasks.search_questions import SearchQuestions, search_file
+from envs.tasks.search_questions import NAME as SEARCH
+from envs.tasks.search_questions import search_file
 from envs.tasks.strings import OPERATIONS, StringTask
 from envs.tasks.tool_arithmetic import ToolArithmetic
 from envs.tools.task import with_tools
@@ -40,10 +40,12 @@ from streamrl.extension import did_you_mean, import_attribute
 REGISTERED: dict[str, Callable[..., Task]] = {
     **{f"string.{op}": partial(StringTask, op) for op in OPERATIONS},
     ToolArithmetic.name: ToolArithmetic,
-    SearchQuestions.name: SearchQuestions,
-    **GAMES,
     **{name: partial(ReasoningTask, one.dataset, **one.options) for name, one in NAMED.items()},
 }
+EXAMPLES = {
+    "game.guess_number": "games.py", "game.maze": "games.py env.options.game=maze", SEARCH: "search_world.py",
+}
+"""Names of tasks that are files of `examples/tasks` in the source, and how they are given."""
 
 
 def task_of(settings: TaskSettings) -> Task:
@@ -81,7 +83,7 @@ def _tasks_by_field(settings: TaskSettings) -> FieldTask:
 def _plain_task(settings: TaskSettings) -> Task:
     env, data, reward = settings.env, settings.data, settings.reward
     if data.path is not None:
-        if env.name == SearchQuestions.name and env.path is None and reward.type is None and not reward.weights:
+        if env.name == SEARCH and env.path is None and reward.type is None and not reward.weights:
             return construct(partial(search_file, settings), dict(env.options), env.name)
         return task_from_data(_with_format(settings))
     if env.path is None and env.name in FORMATS:
@@ -134,6 +136,12 @@ def _factory(name: str) -> Callable[..., Any]:
         from envs.adapters.openenv import OpenEnvTask  # its library takes a while to load, and few runs need it
 
         return partial(OpenEnvTask, name.removeprefix("openenv:"))
+    if name in EXAMPLES:
+        own = ", or data.path for questions of your own" if name == SEARCH else ""
+        raise TaskError(
+            f"env.name={name} is an example: give env.path=examples/tasks/{EXAMPLES[name]} in the folder of streamrl's "
+            f"source{own}."
+        )
     if ":" not in name:
         # The package is only imported for the spelling check of a name that failed already.
         others = ("gem", *FORMATS, "openenv:http://HOST:PORT", f"{VERIFIERS}ID")

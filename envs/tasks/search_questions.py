@@ -4,14 +4,13 @@
     env     <information>Doc 1: ... lives in the city Dosostad.</information>
     model   <think>...</think> <answer>Dosostad</answer>
 
-What is found follows the model's words in the same message and is never trained on. Without a file the questions are
-about a synthetic world (`envs.tasks.facts`); with `data.path` they are the file's, and `env.tool_use.documents` is what
-is searched.
+What is found follows the model's words in the same message and is never trained on. The questions are those of
+`data.path`, and `env.tool_use.documents` is what is searched. `examples/tasks/search_world.py` asks about a synthetic
+world.
 """
 
 from __future__ import annotations
 
-import random
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -22,16 +21,12 @@ from typing import Any
 from envs.data.shapes import RecordShape
 from envs.data.sources import open_source
 from envs.data_task import DataTask, TaskSettings
-from envs.tasks.facts import World
-from envs.tasks.strings import is_test
 from envs.tools.search import Library
-from streamrl.environment import ChatMessage, Env, Record, SingleTurnTask, Step
+from streamrl.environment import ChatMessage, Record, Step
 from streamrl.errors import TaskError
 
 NAME = "search.questions"
 STOP = ("</search>", "</answer>")
-TEST_SHARE = 5
-"""One question in this many belongs to the test split."""
 INSTRUCTION = (
     "Answer the question. Think inside <think> and </think> whenever you have read something new. To search, write "
     "<search> words to look for </search>; what is found then stands between <information> and </information>. Search "
@@ -80,65 +75,6 @@ class SearchEnv:
         return Step(right + self._format_reward, score=right, parts=parts)
 
 
-class SearchQuestions(SingleTurnTask):
-    """Questions about a synthetic world; `<search>` finds its documents, `<answer>` ends the episode.
-
-    Reward and score are exact match of the answer, apart from case, articles and punctuation. Set env.max_turns to at
-    least max_hops + 1.
-
-    Args:
-        num_people: in the world; as many questions for each number of hops.
-        min_hops, max_hops: facts that a question needs, from 1 to 3.
-        num_results: documents that a search finds.
-        format_reward: added for an answer in its tags, right or wrong.
-        instruction: stands before each question.
-        num_train, num_test: records per split.
-        seed: another seed is another world.
-    """
-
-    name, stop = NAME, STOP
-
-    def __init__(
-        self, *, num_people: int = 500, min_hops: int = 1, max_hops: int = 2, num_results: int = 3,
-        format_reward: float = 0.0, instruction: str = INSTRUCTION, num_train: int = 1_000_000, num_test: int = 200,
-        seed: int = 0,
-    ) -> None:
-        if not 20 <= num_people <= 20_000:
-            raise TaskError(f"num_people={num_people} must lie between 20 and 20000.")
-        if not 1 <= min_hops <= max_hops <= 3:
-            raise TaskError(f"1 <= min_hops <= max_hops <= 3 must hold, got {min_hops} and {max_hops}.")
-        self.num_train, self.num_test, self._seed = num_train, num_test, seed
-        self._world, self._hops, self._instruction = World(num_people, seed), (min_hops, max_hops), instruction
-        self._library = Library(self._world.documents, _checked(num_results))
-        self._format_reward = format_reward
-
-    def record(self, split: str, index: int) -> Record:
-        rng = random.Random(f"{self._seed}/{split}/{index}")
-        while True:
-            person, num_hops = rng.randrange(len(self._world.people)), rng.randint(*self._hops)
-            # A person's questions of every number of hops are on the same side: they share facts.
-            if is_test(self._world.people[person], TEST_SHARE) == (split != "train"):
-                question = self._world.question(person, num_hops)
-                return {"question": question.text, "answer": question.answer, "person": person, "hops": num_hops}
-
-    def env(self) -> Env:
-        return SearchEnv(
-            lambda record: [ChatMessage("user", self._instruction + record["question"])],
-            lambda record: [record["answer"]], self._library, self._format_reward,
-        )
-
-    def target(self, record: Record) -> str:
-        """The answer itself: who knows it need not search."""
-        return f"<answer>{record['answer']}</answer>"
-
-    def target_turns(self, record: Record) -> Sequence[str]:
-        """One search for each hop, what it finds, and the answer."""
-        turns: list[str] = []
-        for words in self._world.question(record["person"], record["hops"]).searches:
-            turns += [f"<search>{words}</search>", information(self._library.best(words))]
-        return [*turns, self.target(record)]
-
-
 class _FileForm:
     """The part of a reward that a task over data files needs: stop strings, system prompt and target."""
 
@@ -156,7 +92,7 @@ def search_file(
     if documents is None:
         raise TaskError(f"env.name={NAME} searches: give env.tool_use.documents=FILE, what is to be searched.")
     shape = RecordShape(settings.data.prompt_key, settings.data.answer_key)
-    library = Library(partial(open_source, documents, setting="env.tool_use.documents"), _checked(num_results))
+    library = Library(partial(open_source, documents, setting="env.tool_use.documents"), checked_results(num_results))
 
     def prompt(record: Record) -> Sequence[ChatMessage]:
         *before, last = shape.messages(record)
@@ -190,7 +126,8 @@ def normalized(answer: str) -> str:
     return " ".join(_ARTICLE.sub(" ", bare).split())
 
 
-def _checked(num_results: int) -> int:
+def checked_results(num_results: int) -> int:
+    """The number of documents that a search finds. Raises TaskError for none and for too many."""
     if not 1 <= num_results <= 50:
         raise TaskError(f"num_results={num_results} must lie between 1 and 50.")
     return num_results

@@ -1,4 +1,4 @@
-"""Text games without a package: rules, maps and ways to the goal."""
+"""Text games of `examples/tasks`: rules, maps and ways to the goal."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import pytest
 
 from envs.check import check_task
 from envs.registry import load_task
-from envs.tasks.games import Maze
-from streamrl.environment import Step
+from examples.tasks.games import Maze
+from streamrl.environment import Step, Task
 from streamrl.errors import TaskError
 
 
-def play(name: str, *actions: str, seed: int = 5, **options: object) -> list[Step]:
-    env = load_task(name, options=options).env()
+def task_of(game: str, **options: object) -> Task:
+    return load_task("", path="examples/tasks/games.py", options={"game": game, **options})
+
+
+def play(game: str, *actions: str, seed: int = 5, **options: object) -> list[Step]:
+    env = task_of(game, **options).env()
     env.reset({"seed": seed})
     return [env.step(action) for action in actions]  # type: ignore[misc]
 
@@ -22,24 +26,24 @@ def said(step: Step) -> str:
 
 
 def test_guesses_are_answered_until_one_is_right() -> None:
-    task = load_task("game.guess_number", options={"max_number": 9})
+    task = task_of("guess_number", max_number=9)
     check_task(task)
     seed = next(n for n in range(99) if task.target({"seed": n}) == "\\boxed{5}")  # type: ignore[attr-defined]
     guesses = "2", "I say \\boxed{8}", "eleven", "\\boxed{5}"
-    low, high, none, right = play("game.guess_number", *guesses, seed=seed, max_number=9)
+    low, high, none, right = play("guess_number", *guesses, seed=seed, max_number=9)
     assert (said(low), said(high)) == ("My number is larger than 2.", "My number is smaller than 8.")
     assert "whole number from 1 to 9" in said(none) and right.done and right.reward == 1.0
     assert [step.reward for step in (low, high, none)] == [0.0] * 3
 
 
 def test_a_maze_is_walked_in_one_turn_or_in_several() -> None:
-    task = load_task("game.maze", options={"size": 5})
+    task = task_of("maze", size=5)
     check_task(task)
     way = task.target({"seed": 5})  # type: ignore[attr-defined]
-    (won,) = play("game.maze", way, size=5)
+    (won,) = play("maze", way, size=5)
     assert won.done and won.reward == 1.0
     letters = way.removeprefix("\\boxed{").rstrip("}")
-    *steps, last = play("game.maze", *letters.lower(), size=5)
+    *steps, last = play("maze", *letters.lower(), size=5)
     assert len(letters) > 3 and last.reward == 1.0 and not any(step.reward or step.done for step in steps)
 
 
@@ -65,8 +69,8 @@ def test_every_maze_has_a_way_and_the_map_shows_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [("game.guess_number", "max_number"), ("game.maze", "size")]
+    ("game", "option"), [("guess_number", "max_number"), ("maze", "size"), ("maze", "width"), ("chess", "game")]
 )
-def test_bad_options_are_refused(name: str, option: str) -> None:
+def test_bad_options_are_refused(game: str, option: str) -> None:
     with pytest.raises(TaskError, match=option):
-        load_task(name, options={option: 1})
+        task_of(game, **{"game": game, option: 1} if option != "game" else {})

@@ -68,6 +68,16 @@ def test_a_task_by_another_way_than_a_registered_name_is_suggested_too(name, say
         load_task(name)
 
 
+@pytest.mark.parametrize(("name", "words"), [
+    ("game.guess_number", "games.py"), ("game.maze", "games.py env.options.game=maze"),
+    ("search.questions", "search_world.py"),
+])
+def test_a_task_that_is_an_example_says_how_it_is_given(name, words):
+    with pytest.raises(TaskError, match=f"env.name={name} is an example: give env.path=examples/tasks/{words} in the"):
+        load_task(name)
+    assert load_task("", path=f"examples/tasks/{words.partition(' ')[0]}").num_records("test") > 0
+
+
 def test_an_unknown_option_is_refused_with_the_nearest_and_all_valid_ones():
     with pytest.raises(TaskError, match=r"no option 'max_len'\. Did you mean max_length.*\? Valid options: alphabet, "):
         load_task("string.reverse", options={"max_len": 5})

@@ -9,11 +9,13 @@ import pytest
 from actors.settings import episode_rules
 from envs.check import check_task
 from envs.registry import load_task, task_of
-from envs.tasks.facts import World
-from envs.tasks.search_questions import SearchQuestions, answers_of, normalized
+from envs.tasks.search_questions import answers_of, normalized
+from examples.tasks.search_world import SearchQuestions, World
 from streamrl.config.load import load_config
 from streamrl.environment import Step
 from streamrl.errors import StreamrlError, TaskError
+
+WORLD = "examples/tasks/search_world.py"
 
 
 def file_task(tmp_path, *words: str, **record: object):
@@ -53,7 +55,7 @@ def test_a_wrong_answer_earns_nothing_and_what_is_no_action_is_told() -> None:
 
 
 def test_a_turn_ends_where_a_search_or_an_answer_does() -> None:
-    config = load_config(["experiment=search_questions", "policy.model_path=somewhere"])
+    config = load_config(["experiment=search_questions", f"env.path={WORLD}", "policy.model_path=somewhere"])
     assert episode_rules(config, config.rollout.train.sampling, task_of(config)).stop == ("</search>", "</answer>")
 
 
@@ -96,7 +98,7 @@ def test_questions_of_a_file_are_answered_from_its_documents(tmp_path) -> None:
 def test_bad_options_are_refused(tmp_path) -> None:
     for options in ({"num_people": 3}, {"max_hops": 4}, {"num_results": 0}):
         with pytest.raises(TaskError, match=next(iter(options))):
-            load_task("search.questions", options=options)
+            load_task("", path=WORLD, options=options)
     with pytest.raises(StreamrlError, match="no option 'num_people'"):
         file_task(tmp_path, "env.options.num_people=30")
     with pytest.raises(StreamrlError, match="give env.tool_use.documents=FILE"):

@@ -1,7 +1,9 @@
 r"""Text games in the form of Gymnasium and GEM, without a package: observations and actions are texts.
 
 An action is what stands in the last \boxed{...} of a turn, or else the whole turn. A won game earns 1, everything else
-0; env.max_turns says how many turns a game may have.
+0; env.max_turns says how many turns a game may have:
+
+    streamrl launch experiment=games env.path=examples/tasks/games.py env.options.game=maze
 """
 
 from __future__ import annotations
@@ -169,4 +171,11 @@ def maze(*, size: int = 4, num_train: int = NUM_TRAIN, num_test: int = NUM_TEST)
     return GameTask("game.maze", lambda: Maze(size), num_train, num_test)
 
 
-GAMES: dict[str, Callable[..., GameTask]] = {"game.guess_number": guess_number, "game.maze": maze}
+GAMES: dict[str, Callable[..., GameTask]] = {"guess_number": guess_number, "maze": maze}
+
+
+def task(*, game: str = "guess_number", **options: Any) -> GameTask:
+    """The task that `env.path` makes of this file; `options` are those of the game."""
+    if game not in GAMES:
+        raise TaskError(f"game={game} is unknown: choose one of {', '.join(GAMES)}.")
+    return GAMES[game](**options)
