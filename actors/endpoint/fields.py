@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, defstruct
 
 from actors.engines.base import LARGEST_TOP_K
 from actors.trajectory.client import GREEDY_BELOW, MAX_STOP_CHARS, MAX_STOPS
@@ -30,10 +30,6 @@ def _default(kind: Any, says: str) -> Any:
 
 def _integer(low: int, high: int) -> Any:
     return Annotated[int, Meta(ge=low, le=high)]
-
-
-def _zero(says: str = "0") -> Any:
-    return _default(Annotated[float, Meta(ge=0, le=0)], says)
 
 
 def _role(*names: str) -> Any:
@@ -62,6 +58,31 @@ ONE = _default(_integer(1, 1), "1")
 EMPTY = _default(Annotated[dict[str, Any], Meta(max_length=0)], "{}")
 NO_LIST = _default(Annotated[list[Any], Meta(max_length=0)], "[]")
 FALSE = _default(Literal[False], "false")
+ZERO = _default(Annotated[float, Meta(ge=0, le=0)], "0")
+
+
+AUTO = _default(Literal["auto", "none"], "auto or none")
+NO_LOGPROBS = _default(Annotated[float, Meta(ge=0, le=0)], "0: only sampled tokens have log-probs")
+NEUTRAL = _default(Annotated[float, Meta(ge=1, le=1)], "1")
+
+
+class _Sampled(Struct, kw_only=True):
+    temperature: TEMPERATURE = None
+    top_p: TOP_P = None
+    top_k: TOP_K = None
+    min_p: MIN_P = None
+
+
+class _Turn(_Sampled, kw_only=True):
+    train: TRAIN = None
+    stream: STREAM = None
+    model: MODEL = None
+
+
+def _with(base: type[Struct], name: str, kinds: list[tuple[Any, str]]) -> type[Struct]:
+    """The table with further fields that may be left out: their kind, and their names."""
+    fields = [(one, kind, None) for kind, names in kinds for one in names.split()]
+    return defstruct(name, fields, bases=(base,), kw_only=True)
 
 
 class _Part(Struct):
@@ -108,70 +129,33 @@ class _TextFormat(Struct):
     type: Literal["text"]
 
 
-class _ChatUnused(Struct, kw_only=True):
-    model: MODEL = None
-    metadata: ANY = None
-    parallel_tool_calls: ANY = None
-    seed: ANY = None
-    service_tier: ANY = None
-    store: ANY = None
-    timeout: ANY = None
-    user: ANY = None
-
-
-class _ChatNulls(_ChatUnused, kw_only=True):
-    audio: NULL = None
-    chat_template: NULL = None
-    documents: NULL = None
-    guided_choice: NULL = None
-    guided_grammar: NULL = None
-    guided_json: NULL = None
-    guided_regex: NULL = None
-    prediction: NULL = None
-    prompt_logprobs: NULL = None
-    structured_outputs: NULL = None
-    truncate_prompt_tokens: NULL = None
-    web_search_options: NULL = None
-
-
-class _ChatDefaults(_ChatNulls, kw_only=True):
-    n: ONE = None
-    best_of: ONE = None
-    top_logprobs: _zero("0: only sampled tokens have log-probs") = None
-    frequency_penalty: _zero() = None
-    presence_penalty: _zero() = None
-    repetition_penalty: _default(Annotated[float, Meta(ge=1, le=1)], "1") = None
-    min_tokens: _zero() = None
-    logit_bias: EMPTY = None
-    chat_template_kwargs: EMPTY = None
-    response_format: _default(_TextFormat, 'an object of type "text": ask for another form in words') = None
-    modalities: _default(list[Literal["text"]], '["text"]') = None
-    functions: NO_LIST = None
-    bad_words: NO_LIST = None
-    function_call: _default(Literal["auto", "none"], "auto or none") = None
-    ignore_eos: FALSE = None
-    echo: FALSE = None
-    continue_final_message: FALSE = None
-    use_beam_search: FALSE = None
-    skip_special_tokens: _default(Literal[True], "true") = None
-
-
-class ChatFields(_ChatDefaults, kw_only=True):
+class _Chat(_Turn, kw_only=True):
     messages: Annotated[list[ChatTurn], Meta(min_length=1, description="a list of messages", extra={"use": USED})]
     tools: _field(list[_ChatTool], "a list of functions") = None
-    tool_choice: _default(Literal["auto", "none"], "auto or none") = None
     max_tokens: COUNT = None
     max_completion_tokens: COUNT = None
-    temperature: TEMPERATURE = None
-    top_p: TOP_P = None
-    top_k: TOP_K = None
-    min_p: MIN_P = None
     stop: STOP = None
-    train: TRAIN = None
-    stream: STREAM = None
     stream_options: _field(_StreamOptions, "an object with include_usage") = None
     logprobs: _field(bool, "true or false") = None
     return_token_ids: _field(bool, "true or false") = None
+    response_format: _default(_TextFormat, 'an object of type "text": ask for another form in words') = None
+    modalities: _default(list[Literal["text"]], '["text"]') = None
+    skip_special_tokens: _default(Literal[True], "true") = None
+    repetition_penalty: NEUTRAL = None
+    top_logprobs: NO_LOGPROBS = None
+
+
+ChatFields = _with(_Chat, "ChatFields", [
+    (ANY, "metadata parallel_tool_calls seed service_tier store timeout user"),
+    (NULL, "audio chat_template documents guided_choice guided_grammar guided_json guided_regex prediction"),
+    (NULL, "prompt_logprobs structured_outputs truncate_prompt_tokens web_search_options"),
+    (ONE, "n best_of"),
+    (ZERO, "frequency_penalty presence_penalty min_tokens"),
+    (EMPTY, "logit_bias chat_template_kwargs"),
+    (NO_LIST, "functions bad_words"),
+    (AUTO, "tool_choice function_call"),
+    (FALSE, "ignore_eos echo continue_final_message use_beam_search"),
+])
 
 
 # --- POST /v1/responses -----------------------------------------------------------------------------------------------
@@ -207,7 +191,7 @@ class _Text(Struct):
     format: _TextForm | None = None
 
 
-class ResponsesFields(Struct, kw_only=True):
+class _Responses(_Turn, kw_only=True):
     input: Annotated[
         str | Annotated[list[_Item], Meta(min_length=1)],
         Meta(description="a text or a list of items", extra={"use": USED}),
@@ -215,32 +199,19 @@ class ResponsesFields(Struct, kw_only=True):
     instructions: _field(str, "a text") = None
     previous_response_id: _field(str, "the id of a response of this session") = None
     tools: _field(list[_ResponsesTool], "a list of functions") = None
-    tool_choice: _default(Literal["auto", "none"], "auto or none") = None
     max_output_tokens: COUNT = None
-    temperature: TEMPERATURE = None
-    top_p: TOP_P = None
-    top_k: TOP_K = None
-    min_p: MIN_P = None
-    train: TRAIN = None
-    stream: STREAM = None
     text: _field(_Text, 'an object whose format is of type "text"') = None
     metadata: _field(dict[str, str], "an object of texts, which the answer repeats", NO_EFFECT) = None
-    background: FALSE = None
-    conversation: NULL = None
-    prompt: NULL = None
-    top_logprobs: _zero("0: only sampled tokens have log-probs") = None
-    model: MODEL = None
-    include: ANY = None
-    max_tool_calls: ANY = None
-    parallel_tool_calls: ANY = None
-    prompt_cache_key: ANY = None
-    reasoning: ANY = None
-    safety_identifier: ANY = None
-    service_tier: ANY = None
-    store: ANY = None
-    stream_options: ANY = None
-    truncation: ANY = None
-    user: ANY = None
+
+
+ResponsesFields = _with(_Responses, "ResponsesFields", [
+    (ANY, "include max_tool_calls parallel_tool_calls prompt_cache_key reasoning safety_identifier service_tier store"),
+    (ANY, "stream_options truncation user"),
+    (NULL, "conversation prompt"),
+    (AUTO, "tool_choice"),
+    (FALSE, "background"),
+    (NO_LOGPROBS, "top_logprobs"),
+])
 
 
 # --- POST /v1/messages ------------------------------------------------------------------------------------------------
@@ -255,7 +226,7 @@ class _Block(Struct):
     content: str | list[_Part] | None = None
 
 
-class _Turn(Struct):
+class _Message(Struct):
     role: _role("user", "assistant", "system")
     content: str | list[_Block]
 
@@ -275,29 +246,21 @@ class _OutputConfig(Struct):
     format: None = None
 
 
-class MessagesFields(Struct, kw_only=True):
-    messages: Annotated[list[_Turn], Meta(min_length=1, description="a list of messages", extra={"use": USED})]
+class _Messages(_Turn, kw_only=True):
+    messages: Annotated[list[_Message], Meta(min_length=1, description="a list of messages", extra={"use": USED})]
     system: _field(str | list[_Part], "a text or a list of text parts") = None
     tools: _field(list[_Tool], "a list of tools with an input_schema") = None
     tool_choice: _default(_Choice, "auto or none") = None
     max_tokens: COUNT = None
     stop_sequences: STOP = None
-    temperature: TEMPERATURE = None
-    top_p: TOP_P = None
-    top_k: TOP_K = None
-    min_p: MIN_P = None
-    train: TRAIN = None
-    stream: STREAM = None
     output_config: _default(_OutputConfig, "without a format: ask for it in words") = None
-    container: NULL = None
-    mcp_servers: NO_LIST = None
-    model: MODEL = None
-    cache_control: ANY = None
-    context_management: ANY = None
-    metadata: ANY = None
-    service_tier: ANY = None
-    thinking: ANY = None
-    user_profile_id: ANY = None
+
+
+MessagesFields = _with(_Messages, "MessagesFields", [
+    (ANY, "cache_control context_management metadata service_tier thinking user_profile_id"),
+    (NULL, "container"),
+    (NO_LIST, "mcp_servers"),
+])
 
 
 # --- POST /inference/v1/generate --------------------------------------------------------------------------------------
@@ -305,43 +268,32 @@ class MessagesFields(Struct, kw_only=True):
 IDS = Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]], Meta(min_length=1)]
 
 
-class SamplingParams(Struct, kw_only=True):
+class _Sampling(_Sampled, kw_only=True):
     max_tokens: COUNT = None
-    temperature: TEMPERATURE = None
-    top_p: TOP_P = None
-    top_k: TOP_K = None
-    min_p: MIN_P = None
     stop: STOP = None
     stop_token_ids: _field(
         Annotated[list[_integer(0, (1 << 31) - 1)], Meta(max_length=MAX_STOPS)], f"a list of at most {MAX_STOPS} ids"
     ) = None
     n: ONE = None
     logprobs: _default(_integer(0, 1), "0 or 1: only sampled tokens have log-probs") = None
-    prompt_logprobs: NULL = None
-    frequency_penalty: _zero() = None
-    presence_penalty: _zero() = None
-    repetition_penalty: _default(Annotated[float, Meta(ge=1, le=1)], "1") = None
-    min_tokens: _zero() = None
-    logit_bias: EMPTY = None
-    allowed_token_ids: NULL = None
-    bad_words: NO_LIST = None
-    structured_outputs: NULL = None
-    ignore_eos: FALSE = None
-    truncate_prompt_tokens: NULL = None
-    detokenize: ANY = None
-    include_stop_str_in_output: ANY = None
-    seed: ANY = None
-    skip_special_tokens: ANY = None
-    spaces_between_special_tokens: ANY = None
+    repetition_penalty: NEUTRAL = None
 
 
-class TokensFields(Struct, kw_only=True):
+SamplingParams = _with(_Sampling, "SamplingParams", [
+    (ANY, "detokenize include_stop_str_in_output seed skip_special_tokens spaces_between_special_tokens"),
+    (NULL, "prompt_logprobs allowed_token_ids structured_outputs truncate_prompt_tokens"),
+    (ZERO, "frequency_penalty presence_penalty min_tokens"),
+    (EMPTY, "logit_bias"),
+    (NO_LIST, "bad_words"),
+    (FALSE, "ignore_eos"),
+])
+
+
+class _Tokens(Struct, kw_only=True):
     token_ids: Annotated[IDS, Meta(description="a list of ids", extra={"use": USED})]
     sampling_params: _field(SamplingParams, "an object") = None
-    train: TRAIN = None
-    stream: FALSE = None
-    request_id: _field(Annotated[str, Meta(max_length=1000)], "a name, which the answer repeats", NO_EFFECT) = None
-    model: MODEL = None
-    cache_salt: ANY = None
-    priority: ANY = None
-    return_token_ids: ANY = None
+
+
+TokensFields = _with(_Tokens, "TokensFields", [
+    (TRAIN, "train"), (FALSE, "stream"), (MODEL, "request_id model"), (ANY, "cache_salt priority return_token_ids"),
+])
