@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any, Protocol
 
 from envs.agents.task import Unscored
-from envs.awaiting import call, suited
+from envs.async_compat import call, suited
 from envs.data.dataset import Dataset, open_dataset, paths_of
 from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_file import EnvFactory, reward_from_file

@@ -27,7 +27,7 @@ from envs.adapters.rl2 import GenerateEnv
 from envs.adapters.rl4llm import InteractionLoopEnv
 from envs.adapters.rollouts import RolloutEnv, record_parameter
 from envs.adapters.text_steps import SampleStepEnv, TextStepEnv
-from envs.awaiting import alike, call, suited
+from envs.async_compat import alike, call, suited
 from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_values import entries_of_batch
 from envs.task_file import refuse_unknown, run_file

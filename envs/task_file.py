@@ -30,7 +30,7 @@ from envs.adapters.origins import origins_importable
 from envs.adapters.rl2 import GenerateEnv
 from envs.adapters.rollouts import RolloutEnv
 from envs.adapters.text_steps import StartingTextStepEnv
-from envs.awaiting import alike, suited
+from envs.async_compat import alike, suited
 from envs.data.shapes import RecordShape
 from streamrl.environment import SingleTurnTask, Task
 from streamrl.errors import TaskError, describe

@@ -62,8 +62,9 @@ class Child:
                 env=variables | ({VARIABLE: "stdin"} if parent_watch else {}),
             )
         self._received, self._error_tail, self._on_error = bytearray(), "", on_error
-        self._reader = threading.Thread(target=self._read_errors, name="errors of a child", daemon=True)
+        self._reader: threading.Thread | None = None
         if self.process.stderr is not None:
+            self._reader = threading.Thread(target=self._read_errors, name="errors of a child", daemon=True)
             self._reader.start()
 
     @property
@@ -104,7 +105,8 @@ class Child:
 
     def errors(self, wait_s: float) -> str:
         """Return the end of its errors, once it has ended; what it left running may hold their pipe open for longer."""
-        self._reader.join(wait_s)
+        if self._reader is not None:
+            self._reader.join(wait_s)
         return self._error_tail
 
     def how_it_ended(self, limit_s: float) -> str:

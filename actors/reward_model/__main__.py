@@ -12,57 +12,45 @@ It listens on loopback only; reach it from other machines by an ssh tunnel. rewa
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
 import os
 import sys
 from contextlib import suppress
 from functools import partial
-from http.server import ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from envs.json_handler import JsonHandler
+from envs.json_service import listening
 from envs.rewards.local_model import READY
 from streamrl import parent_watch
 from streamrl.commands import status_of
 from streamrl.environment import ChatMessage
 from streamrl.errors import ConfigError, TaskError
 
+if TYPE_CHECKING:
+    from actors.reward_model.scorer import BatchingScorer
+
 MAX_BODY = 16 << 20
 
 
-class Server(ThreadingHTTPServer):
-    """Bound when it is made; port 0 takes a free one."""
+async def serve(port: int, scorer: BatchingScorer, out: TextIO) -> None:
+    """Score until the task is canceled; the first line of `out` is the address."""
 
-    request_queue_size = 512  # of connections that are not yet accepted
-    daemon_threads = True
-
-    def __init__(self, port: int, score: Any) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
-        self.score = score
-
-
-class Handler(JsonHandler):
-    """One request after the other on a connection that stays open."""
-
-    protocol_version = "HTTP/1.1"
-    server: Server
-
-    def do_POST(self) -> None:
+    async def answer(_: Any, body: Any) -> tuple[int, dict[str, Any]]:
         try:
-            messages = [ChatMessage.of(one).as_dict() for one in self.request_json(MAX_BODY)["messages"]]
+            messages = [ChatMessage.of(one).as_dict() for one in body["messages"]]
         except (ValueError, KeyError, TypeError, TaskError) as error:
             why = f": one {error}" if isinstance(error, TaskError) else ""
-            self.answer(400, {"error": f"the body must be JSON with messages, a list of role and content{why}"})
-            return
+            return 400, {"error": f"the body must be JSON with messages, a list of role and content{why}"}
         try:
-            score = self.server.score(messages)
+            score = await asyncio.wrap_future(scorer.ask(messages))
         except Exception as error:  # the caller reads what the model said
-            self.answer(422, {"error": f"{type(error).__name__}: {error}"})
-            return
-        if math.isfinite(score):
-            self.answer(200, {"score": score})
-        else:
-            self.answer(422, {"error": f"the score is {score}"})
+            return 422, {"error": f"{type(error).__name__}: {error}"}
+        return (200, {"score": score}) if math.isfinite(score) else (422, {"error": f"the score is {score}"})
+
+    async with listening(answer, "127.0.0.1", port, max_bytes=MAX_BODY) as (_, port):
+        print(f"{READY}http://127.0.0.1:{port}/score", file=out, flush=True)
+        await asyncio.Event().wait()
 
 
 def main(words: list[str]) -> int:
@@ -74,7 +62,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--port", type=int, default=8100, help="0 takes a free one")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     args = parser.parse_args(words)
-    answer = parent_watch.take_stdout()  # the actor that starts this reads one line of it
+    out = parent_watch.take_stdout()  # the actor that starts this reads one line of it
     import torch  # after the parent is watched: these take seconds
 
     from actors.reward_model.scorer import BatchingScorer, RewardScorer
@@ -86,10 +74,8 @@ def main(words: list[str]) -> int:
         raise ConfigError(
             f"the device {device} cannot be used, choose another with --device: {error!s:.200}"
         ) from error
-    server = Server(args.port, BatchingScorer(RewardScorer(args.path, device)).score)
-    print(f"{READY}http://127.0.0.1:{server.server_address[1]}/score", file=answer, flush=True)
     with suppress(KeyboardInterrupt):
-        server.serve_forever()
+        asyncio.run(serve(args.port, BatchingScorer(RewardScorer(args.path, device)), out))
     return 0
 
 

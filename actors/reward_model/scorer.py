@@ -89,18 +89,18 @@ class RewardScorer:
 
 
 class BatchingScorer:
-    """Callers in many threads; what waits while a forward pass runs goes into the next one together."""
+    """Conversations that wait while a forward pass runs go into the next one together."""
 
     def __init__(self, scorer: RewardScorer) -> None:
         self._scorer = scorer
         self._waiting: queue.SimpleQueue[tuple[Sequence[Any], Future[float]]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="scorer", daemon=True).start()
 
-    def score(self, messages: Sequence[Mapping[str, Any]]) -> float:
-        """The score of one conversation. Raises whatever the model raised for its batch."""
+    def ask(self, messages: Sequence[Mapping[str, Any]]) -> Future[float]:
+        """The score of one conversation, or whatever the model raised for its batch."""
         answer: Future[float] = Future()
         self._waiting.put((messages, answer))
-        return answer.result()
+        return answer
 
     def _work(self) -> None:
         while True:

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from envs.awaiting import call
+from envs.async_compat import call
 from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_values import as_step
 from streamrl.environment import ROLES, ChatMessage, Record, RewardFunction, Step

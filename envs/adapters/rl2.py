@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from envs.awaiting import call
+from envs.async_compat import call
 from envs.data.shapes import RecordShape
 from streamrl.environment import ChatMessage, GenerationClient, Record, Step
 from streamrl.errors import EpisodeFullError, TaskError

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from envs.awaiting import is_async
+from envs.async_compat import is_async
 from envs.data.shapes import RecordShape
 from envs.reward_values import as_step
 from streamrl.environment import ChatMessage, Generated, GenerationClient, Record, Step

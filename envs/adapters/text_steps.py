@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from envs.adapters.rl2 import Sample
-from envs.awaiting import call
+from envs.async_compat import call
 from envs.data.chat_template import text_with_calls
 from envs.data.shapes import RecordShape, tool_schemas
 from envs.reward_values import number

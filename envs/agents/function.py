@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from envs.adapters.forms import own_names
-from envs.awaiting import is_async
+from envs.async_compat import is_async
 from envs.task_file import run_file
 from streamrl.environment import AgentSession, Record
 from streamrl.errors import ConfigError, TaskError

@@ -12,10 +12,10 @@ from typing import Any
 
 from envs.agents.command import command_agent
 from envs.agents.function import function_agent
-from envs.awaiting import is_async
+from envs.async_compat import is_async
 from envs.data.shapes import RecordShape
 from envs.reward_values import as_step
-from envs.wrapped_task import WrappedTask
+from envs.tools.task import WrappedTask
 from streamrl.config.schema import EnvConfig
 from streamrl.environment import AgentSession, ChatMessage, DrivesGeneration, Env, GenerationClient, Record, Step, Task
 from streamrl.errors import EpisodeFullError, TaskError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from envs.awaiting import call, suited
+from envs.async_compat import call, suited
 from envs.reward_values import as_step
 from streamrl.environment import ChatMessage, Record, RewardFunction, Step
 

@@ -9,13 +9,16 @@ otherwise; it has no authentication, so put it behind something that has before 
 from __future__ import annotations
 
 import argparse
-import socket
+import asyncio
 import sys
-from http.server import ThreadingHTTPServer
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
+from aiohttp import web
+
 from envs.data.shapes import code_tests
-from envs.json_handler import JsonHandler
+from envs.json_service import listening
 from envs.rewards.code import grade_program
 from envs.sandbox import Limits, SandboxPool
 from streamrl.config.addresses import in_url
@@ -26,31 +29,29 @@ MAX_BODY = 64 << 20
 TOTAL_S = 600.0
 
 
-def make_server(host: str, port: int, pool: SandboxPool) -> ThreadingHTTPServer:
-    """A server that is bound but does not serve yet; port 0 takes a free one."""
+def checking(pool: SandboxPool, host: str, port: int) -> AbstractAsyncContextManager[tuple[str, int]]:
+    """The service, inside; gives its address, where port 0 takes a free one."""
 
-    class Handler(JsonHandler):
-        def do_POST(self) -> None:
-            try:
-                self.answer(200, self._check())
-            except (TaskError, ValueError, KeyError, TypeError) as error:
-                self.answer(400, {"error": str(error)})
-
-        def _check(self) -> dict[str, Any]:
-            if self.path != PATH:
-                raise ValueError(f"no such path: {self.path}; POST to {PATH}")
-            request = self.request_json(MAX_BODY)
-            tests = code_tests({"test_cases": request["in_outs"]})
+    def check(request: web.Request, body: Any) -> tuple[int, dict[str, Any]]:
+        try:
+            if request.path != PATH:
+                raise ValueError(f"no such path: {request.path}; POST to {PATH}")
+            tests = code_tests({"test_cases": body["in_outs"]})
             results = grade_program(
-                pool, str(request["generation"]), tests, partial=False, any_order=False, total_s=TOTAL_S,
-                case_timeout_s=float(request.get("timeout") or pool.limits.timeout_s),
+                pool, str(body["generation"]), tests, partial=False, any_order=False, total_s=TOTAL_S,
+                case_timeout_s=float(body.get("timeout") or pool.limits.timeout_s),
             )  # fmt: skip
-            return {"result": results, "metadata": [{}] * len(results)}
+        except (TaskError, ValueError, KeyError, TypeError) as error:
+            return 400, {"error": str(error)}
+        return 200, {"result": results, "metadata": [{}] * len(results)}
 
-    class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return listening(partial(asyncio.to_thread, check), host.strip("[]"), port, max_bytes=MAX_BODY)
 
-    return Server((host.strip("[]"), port), Handler)
+
+async def serve(pool: SandboxPool, host: str, port: int) -> None:
+    async with checking(pool, host, port) as (host, port):
+        print(f"code verifier at http://{in_url(host)}:{port}{PATH}, sandbox {pool.description}", flush=True)
+        await asyncio.Event().wait()
 
 
 def main() -> int:
@@ -65,11 +66,9 @@ def main() -> int:
     except TaskError as error:
         print(error, file=sys.stderr)
         return 2
-    with pool, make_server(args.host, args.port, pool) as server:
-        host, port = server.server_address[:2]
-        print(f"code verifier at http://{in_url(str(host))}:{port}{PATH}, sandbox {pool.description}", flush=True)
+    with pool:
         try:
-            server.serve_forever()
+            asyncio.run(serve(pool, args.host, args.port))
         except KeyboardInterrupt:
             print("stopped")
     return 0

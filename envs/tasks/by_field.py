@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.awaiting import call, suited
+from envs.async_compat import call, suited
 from streamrl.environment import ChatMessage, DrivesGeneration, Env, InputText, Record, Task
 from streamrl.errors import TaskError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from envs.awaiting import alike, call, suited
+from envs.async_compat import alike, call, suited
 from envs.rewards.thoughts import spoken
 from envs.tools.parsing import BadCall, Parser, ToolCall
 from envs.tools.tool import Tool, ToolError, check_arguments, schema

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from envs.tools.calculator import Calculator
 from envs.tools.environment import ToolRules, tool_env
@@ -11,9 +12,8 @@ from envs.tools.parsing import PARSERS
 from envs.tools.python import PythonTool
 from envs.tools.search import SearchTool
 from envs.tools.tool import Tool, schema
-from envs.wrapped_task import WrappedTask
 from streamrl.config.schema import EnvConfig, ToolUseConfig
-from streamrl.environment import Task
+from streamrl.environment import Record, Task
 from streamrl.errors import TaskError
 from streamrl.extension import resolve
 
@@ -31,6 +31,30 @@ FORMS = {
 """How the prompt describes the form of a call; where every form is accepted, it describes the first."""
 TAKEN_OVER = ("target", "stop", "system_prompt", "label", "set_up", "tear_down")
 """Attributes of the task itself that a task with tools passes on; not its turns, which know no tools."""
+
+
+class WrappedTask:
+    """A task that plays the records of `base` in environments of its own, as with tools or by an agent.
+
+    Args:
+        make_env: a fresh environment for each episode.
+        taken_over: attributes of the base that it has if the base does.
+    """
+
+    tool_prompt = ""
+    """The system message describes the tools where the chat template does not show them."""
+
+    def __init__(self, base: Task, make_env: Callable[[], Any], taken_over: Iterable[str]) -> None:
+        self.base, self.name, self.env = base, base.name, make_env
+        for optional in taken_over:
+            if hasattr(base, optional):
+                setattr(self, optional, getattr(base, optional))
+
+    def num_records(self, split: str) -> int:
+        return self.base.num_records(split)
+
+    def record(self, split: str, index: int) -> Record:
+        return self.base.record(split, index)
 
 
 def with_tools(task: Task, env: EnvConfig) -> WrappedTask:

@@ -49,7 +49,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__", "replay", "supervised"),
     ),
     "envs": (
-        ("awaiting", "data", "json_handler", "reward_values", "sandbox", "wrapped_task"),
+        ("async_compat", "data", "json_service", "reward_values", "sandbox"),
         ("adapters", "rewards"),
         ("task_file", "tools"),
         ("reward_file", "check", "agents"),

@@ -10,7 +10,7 @@ import pytest
 from envs.agents.command import TAIL_BYTES
 from envs.agents.function import _clients
 from envs.registry import task_of
-from envs.wrapped_task import WrappedTask
+from envs.tools.task import WrappedTask
 from streamrl.messages import Outcome
 from streamrl.processes import process_state
 from tests.unit.actors.test_agents import play, settings

@@ -59,15 +59,15 @@ def test_a_batch_gets_the_scores_of_its_members_and_long_ones_keep_their_end(che
     expected = [by_hand(checkpoint, chat) for chat in (*CHATS, long)]
 
     assert scorer.score([*CHATS, long]) == pytest.approx(expected, abs=1e-5)
-    assert BatchingScorer(scorer).score(CHATS[1]) == pytest.approx(expected[1], abs=1e-5)
+    assert BatchingScorer(scorer).ask(CHATS[1]).result(60) == pytest.approx(expected[1], abs=1e-5)
     assert len(set(expected)) == 4
 
 
 def test_a_bad_conversation_costs_its_batch_and_not_the_scorer(checkpoint):
     scorer = BatchingScorer(RewardScorer(checkpoint, "cpu"))
     with pytest.raises(KeyError, match="content"):
-        scorer.score([{"role": "user"}])
-    assert isinstance(scorer.score(CHATS[0]), float)
+        scorer.ask([{"role": "user"}]).result(60)
+    assert isinstance(scorer.ask(CHATS[0]).result(60), float)
 
 
 def test_what_is_no_reward_model_is_refused_before_it_is_loaded(tmp_path):

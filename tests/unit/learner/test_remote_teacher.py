@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import streamrl
-from envs.json_handler import JsonHandler
+from envs.json_service import listening
 from learner.data.packing import pack
 from learner.model.policy import load_policy
 from learner.model.reference import FrozenPolicy
@@ -23,6 +22,7 @@ from learner.model.tiny import make_tiny_model
 from learner.setup.preflight import check_models
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError, StreamrlError
+from tests.fakes.service import in_thread
 from tests.unit.learner.learner_factories import batch
 from tests.unit.learner.objective.test_distill import groups_of
 
@@ -36,12 +36,8 @@ def small_server(model_dir: Path, *, tells: bool = True) -> Iterator[str]:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
 
-    class Handler(JsonHandler):
-        def do_GET(self) -> None:
-            self.answer(200, {"data": [{"id": "served"}]})
-
-        def do_POST(self) -> None:
-            self.answer(200, told(self.path, self.request_json(1 << 20)))
+    async def answer(request: web.Request, body: Any) -> tuple[int, Any]:
+        return 200, {"data": [{"id": "served"}]} if request.method == "GET" else told(request.path, body)
 
     @torch.no_grad()
     def told(path: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -56,15 +52,8 @@ def small_server(model_dir: Path, *, tells: bool = True) -> Iterator[str]:
         tokens = [{str(one): {"logprob": value}} for one, value in zip(asked["prompt"][1:], logprobs, strict=True)]
         return {"choices": [{"prompt_logprobs": [None, *tokens]}]}
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with in_thread(listening(answer, "127.0.0.1", 0, max_bytes=1 << 20)) as (_, port):
+        yield f"http://127.0.0.1:{port}/v1"
 
 
 @pytest.fixture(scope="module")

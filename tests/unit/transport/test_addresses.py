@@ -16,7 +16,7 @@ import zmq
 
 from actors.engines.vllm.process import environment
 from actors.settings import make_endpoint
-from envs.rewards.verifier_server import make_server
+from envs.rewards.verifier_server import checking
 from learner.hub_client.endpoint import RankDoor
 from learner.setup.preflight import check_port
 from streamrl.config.addresses import reach_directly
@@ -24,6 +24,7 @@ from streamrl.errors import ConfigError, StreamrlError
 from streamrl.transport import sockets
 from streamrl.transport.control import ControlServer, ask, note
 from streamrl.weights.source import reachable
+from tests.fakes.service import in_thread
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 
 LONGEST = 107
@@ -101,8 +102,8 @@ def test_agents_are_served_at_an_address_of_ipv6(advertise):
 
 
 def test_programs_are_verified_at_an_address_of_ipv6():
-    with make_server("::1", 0, None) as server:
-        assert server.server_address[0] == "::1"
+    with in_thread(checking(None, "::1", 0)) as (host, port):
+        assert host == "::1" and httpx.post(f"http://[::1]:{port}/check_correctness", json={}).status_code == 400
 
 
 def test_an_address_of_another_machine_is_refused_by_name():

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from actors.settings import episode_rules
 from envs.data.shapes import RecordShape
 from envs.data_task import task_from_data
+from envs.json_service import listening
 from envs.rewards.combined import combine
 from envs.rewards.registry import REWARDS, make_reward
-from envs.rewards.verifier_server import PATH, make_server
+from envs.rewards.verifier_server import PATH, checking
 from envs.sandbox import SandboxPool
 from streamrl.config.load import load_config
 from streamrl.environment import ChatMessage, Step
 from streamrl.errors import ConfigError, TaskError
+from tests.fakes.service import in_thread
 from tests.unit.envs.sandbox.bubblewrap import path_with_bwrap
 
 RIGHT = r"so \boxed{4}"
@@ -222,34 +222,19 @@ def test_programs_read_and_print_numbers_of_any_length(play):
 def service() -> Iterator[tuple[str, dict[str, Any]]]:
     """Address of a server on loopback and what it shall answer and what it got: {status, reply, seen, failures}."""
     state: dict[str, Any] = {"failures": 0, "seen": [], "pause_s": 0.0, "now": 0, "most": 0}
-    lock = threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                state["now"] += 1
-                state["most"] = max(state["most"], state["now"])
-            state["seen"].append((body, self.headers.get("Authorization")))
-            time.sleep(state["pause_s"])  # what a slow service does
-            with lock:
-                state["now"] -= 1
-            failed = state["failures"] > 0
-            state["failures"] -= failed
-            data = json.dumps(state["reply"]).encode()
-            self.send_response(state.get("fail_with", 503) if failed else 200)
-            self.send_header("Content-Length", str(len(data)))
-            with contextlib.suppress(BrokenPipeError):  # it gave up waiting
-                self.end_headers()
-                self.wfile.write(data)
+    async def answer(request: web.Request, body: Any) -> tuple[int, Any]:
+        state["now"] += 1
+        state["most"] = max(state["most"], state["now"])
+        state["seen"].append((body, request.headers.get("Authorization")))
+        await asyncio.sleep(state["pause_s"])  # what a slow service does
+        state["now"] -= 1
+        failed = state["failures"] > 0
+        state["failures"] -= failed
+        return state.get("fail_with", 503) if failed else 200, state["reply"]
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", state
-        server.shutdown()
+    with in_thread(listening(answer, "127.0.0.1", 0, max_bytes=1 << 20)) as (_, port):
+        yield f"http://127.0.0.1:{port}/v1", state
 
 
 def _chat(text: str) -> dict[str, Any]:
@@ -352,15 +337,13 @@ def test_a_judge_without_number_address_or_key_is_an_error_that_says_so(play, se
 
 @pytest.mark.shows("reward.code.url")
 def test_programs_go_to_the_verifier_that_we_ship(play):
-    with SandboxPool("auto", 1) as pool, make_server("127.0.0.1", 0, pool) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
+    with SandboxPool("auto", 1) as pool, in_thread(checking(pool, "127.0.0.1", 0)) as (_, port):
+        url = f"http://127.0.0.1:{port}"
         words = ("reward.type=code", f"reward.code.url={url}{PATH}")
         assert play(ADD, *words, record=CODE).reward == 1
         assert play(ADD.replace("+", "-"), *words, record=CODE).reward == 0
         with pytest.raises(Exception, match="400"):
             play(ADD, "reward.type=code", f"reward.code.url={url}/else", record=CODE)
-        server.shutdown()
 
 
 def test_every_reward_in_the_table_was_tested_here():

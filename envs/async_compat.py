@@ -1,6 +1,7 @@
-"""Users' functions may be plain or async: environments are written once, as async ones, and made plain if they can be.
+"""Adapters between sync and async user functions.
 
-An actor runs plain environments in threads that it watches: a plain function that hangs is counted and given up there.
+Environments are written once, as async ones, and made plain where all the functions that they call are. An actor runs
+plain environments in threads that it watches: a plain function that hangs is counted and given up there.
 """
 
 from __future__ import annotations
