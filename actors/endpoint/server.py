@@ -24,14 +24,10 @@ from typing import Any
 from aiohttp import web
 
 from actors.endpoint.access import ApiError, agent_of, body_of, max_body_bytes, over, refused_by_name, session_of
-from actors.endpoint.chat_json import CHAT
 from actors.endpoint.control import Control, take_reward
-from actors.endpoint.form import Form, ruled
-from actors.endpoint.messages_json import MESSAGES, error_json
+from actors.endpoint.dialects import CHAT, MESSAGES, RESPONSES, TOKENS, Form, error_json, ruled
 from actors.endpoint.reading import checked
-from actors.endpoint.responses_json import RESPONSES
 from actors.endpoint.sessions import Session, Sessions
-from actors.endpoint.tokens_json import TOKENS
 from actors.trajectory.off_loop import off_loop
 from actors.trajectory.rules import PromptTooLongError
 from streamrl.config.addresses import is_loopback
