@@ -1,4 +1,4 @@
-"""Who asks for what: the session of a request, by its key, or by its name under the administration key.
+"""Access control: the session of a request, by its key, or by its name under the administration key.
 
 A name stands in the path, /sessions/<id>/v1/..., or in the header X-Session-ID. A session's own key opens it alone.
 """

@@ -35,7 +35,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def session(self, client: Client) -> AsyncIterator[Session]:
-        """Around the episode of an agent. Raises EngineError if the address is taken, which no other lease can help."""
+        """Open a session around an agent's episode. Raises EngineError: the address is taken, no lease can help."""
         session = self._sessions.begin(client, await self.base_url())
         try:
             yield session
@@ -48,7 +48,7 @@ class Endpoint:
             self._runner = None
 
     async def base_url(self) -> str:
-        """Where it listens, from now on."""
+        """The address at which it listens, from now on."""
         async with self._starting:
             if self._runner is None:
                 from actors.endpoint.server import serve  # its library takes a while to load, and few runs need it

@@ -87,7 +87,7 @@ class CallClock:
 
 
 class EnvExecutor:
-    """At most `num_threads` plain calls run at once, not counting those that hang.
+    """Executor of at most `num_threads` plain calls at once, not counting those that hang.
 
     Args:
         num_threads: None begins with NUM_AT_FIRST, and goes up to MAX_WAITING while calls queue and mostly wait.
@@ -136,7 +136,7 @@ class EnvExecutor:
 
     @contextlib.asynccontextmanager
     async def clocked(self, method: Callable[..., Any], limit_s: float) -> AsyncIterator[CallClock]:
-        """Around an `async` call; its clock can be stopped while something else is waited for. Raises as `run` does."""
+        """Clock an `async` call; its clock can be stopped while something else is waited for. Raises as `run` does."""
         call, task = CallClock(limit_s, self._since), asyncio.current_task()
         try:
             async with asyncio.timeout(None) as timeout:
@@ -283,7 +283,7 @@ def _outcome(method: Callable[[Any], Any], argument: object) -> Outcome:
 
 
 def num_waits() -> float:
-    """How often this thread gave its processor away by itself, to wait; NaN, unequal to itself, where none counts."""
+    """Count how often this thread gave its processor away to wait; NaN, unequal to itself, where nobody counts."""
     return resource.getrusage(_THIS_THREAD).ru_nvcsw if _THIS_THREAD is not None else math.nan
 
 

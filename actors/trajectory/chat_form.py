@@ -175,7 +175,7 @@ def _canonical(calls: Iterable[tuple[str, str]]) -> str:
 
 
 def before_calls(text: str) -> str:
-    """What the model wrote before its first call of a tool."""
+    """The text that the model wrote before its first call of a tool."""
     start = spoken_from(text)
     marks = (text.find(mark, start) for mark in ("<tool_call>", "<function="))
     return text[: min((place for place in marks if place >= 0), default=start)]

@@ -163,7 +163,7 @@ class Client:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what is not the loop's time, as that of the engine."""
+        """Exclude time that is not the loop's, as that of the engine."""
         self._num_waiting += 1
         if self._num_waiting == 1:
             self._pause()
@@ -179,7 +179,7 @@ class Client:
         self._on_progress()
 
     def trace(self) -> list[dict[str, Any]]:
-        """What was recorded so far, a sequence each: see `Transcript.trace`."""
+        """The sequences recorded so far: see `Transcript.trace`."""
         return self._transcript.trace()
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class Conversation:
 
     @property
     def text(self) -> str:
-        """All that was read and said, as the model saw it; its own words without special tokens."""
+        """The whole conversation as the model saw it; its own words without special tokens."""
         return self._before + self._after
 
     def hear(self, token_ids: Sequence[int]) -> str:

@@ -103,7 +103,7 @@ class Transcript:
         self.turns[turn].reward += reward
 
     def pay_outcome(self, reward: float) -> None:
-        """What the whole trajectory earned, on the turn that stands last in it: it follows every other sequence."""
+        """Pay the reward of the whole trajectory on the last turn of its last sequence."""
         if not self.turns:
             return self.pay(reward)
         self._sequences[-1].turns[-1].reward += reward

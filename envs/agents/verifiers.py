@@ -200,7 +200,7 @@ class _Process:
             self.kill()
 
     def _wait(self) -> None:
-        """Until it is over, and then no episode waits for it."""
+        """Wait for its end, and let no episode wait for it after that."""
         reader = threading.Thread(target=self._read, daemon=True)
         reader.start()
         os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)  # its number stays its own

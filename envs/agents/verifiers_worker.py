@@ -40,7 +40,7 @@ async def rewarded(env: Any, asked: dict[str, Any]) -> dict[str, float]:
 
 
 async def play(env: Any, out: Any) -> None:
-    """Until the standard input ends."""
+    """Play the episodes of standard input until it ends."""
     running: dict[int, asyncio.Task[None]] = {}
 
     async def answer(asked: dict[str, Any]) -> None:

@@ -129,7 +129,7 @@ class FreeMath(_FoundAnswer):
 
 
 class Exact(_FoundAnswer):
-    """All that is said after the thoughts is the answer, compared letter by letter but for white space around it."""
+    """The answer is everything after the thoughts, compared letter by letter but for white space around it."""
 
     def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
         super().__init__(settings, shape, lambda gold, answer: gold == answer)

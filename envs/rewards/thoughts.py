@@ -33,5 +33,5 @@ def spoken(completion: str) -> str:
 
 
 def spoken_from(text: str) -> int:
-    """Where the text after the last closed thought begins."""
+    """The place where the text after the last closed thought begins."""
     return text.rfind(CLOSED) + len(CLOSED) if CLOSED in text else 0

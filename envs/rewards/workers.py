@@ -33,7 +33,7 @@ class GraderError(Exception):
 
 
 class WorkerPool:
-    """At most `num_workers` processes of `python -m module limit_s`, started when needed. Threads may share it.
+    """Pool of up to `num_workers` processes of `python -m module limit_s`, started when needed; threads may share it.
 
     Raises (from `ask`):
         GraderError: this answer cannot be graded.
@@ -105,7 +105,7 @@ class _Worker(Child):
         return answer
 
     def _line(self, deadline: float, question: bytes = b"") -> bytes:
-        """What it says to a question. Raises TaskError if it ends, or takes too long."""
+        """Its answer to a question. Raises TaskError if it ends, or takes too long."""
         try:
             self.send(question, deadline)
             return self.receive_line(deadline)

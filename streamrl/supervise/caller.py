@@ -1,4 +1,4 @@
-"""Who asked for a run: what it brings, what it is told, and whether it wants the run to go on."""
+"""The caller of a run: the files it brings, the lines it is told, and whether it wants the run to go on."""
 
 from __future__ import annotations
 

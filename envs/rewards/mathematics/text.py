@@ -159,7 +159,7 @@ def _items(text: str, *, bare_list: bool) -> list[str]:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """At separators outside of all brackets."""
+    """Split at separators outside of all brackets."""
     found, depth, start = [], 0, 0
     for match in re.finditer(rf"[(\[{{]|[)\]}}]|{separator}", text):
         if match[0] in _OPEN:

@@ -1,4 +1,4 @@
-"""What people get wrong in files, records and rewards, and what the message must hold.
+"""Common mistakes in files, records and rewards, and the words that the message must hold.
 
 `test_malformed_input` tries them all, each under a number of its own.
 """

@@ -1,4 +1,4 @@
-"""What a model writes is never run in the actor, stalls nothing and earns nothing: every data set, every reward.
+"""Text of a model is never run in the actor, stalls nothing and earns nothing: every data set, every reward.
 
 The answers come from `hostile.py`: they would make a file or set a variable, or keep an evaluator busy for years.
 """

@@ -1,4 +1,4 @@
-"""What people get wrong in files, records and rewards: each is refused at the start with one clear message.
+"""Common mistakes in files, records and rewards: each is refused at the start with one clear message.
 
 What only shows later, in a record that is drawn or a completion that is scored, costs that record or that episode: the
 run goes on, and nothing of it reaches the learner (the last part).

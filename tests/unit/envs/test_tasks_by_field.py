@@ -31,7 +31,7 @@ def words(tmp_path):
 
 
 def scores(words, row, said, *more):
-    """What a trajectory with this answer earned, by name."""
+    """The scores of a trajectory with this answer, by name."""
     task, found = task_of(load_config(["experiment=quickstart", *words, *more])), []
 
     async def work():

@@ -31,7 +31,7 @@ CAPITAL = {"prompt": "Capital?", "extra_info": {"answer": "Beijing"}}
 
 
 def task_for(file, record, **options):
-    """What plays a record of `data.path` with this file."""
+    """The task that plays a record of `data.path` with this file."""
     found = reward_from_file(str(EXAMPLES / file), options, RecordShape())
     make = found if isinstance(found, EnvFactory) else player(found, found.name, RecordShape())
     return SimpleNamespace(

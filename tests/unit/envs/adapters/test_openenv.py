@@ -39,7 +39,7 @@ def played(task, *said, seed=7, members=1, **rules):
         return await run_group(lease(members=members, prompt=json.dumps({"seed": seed}).encode()), runner)
 
     def turn_of(prompt):
-        """How many answers stand in it: the model says each text once."""
+        """The number of answers in it: the model says each text once."""
         text, turn = TOKENIZER.decode(prompt), 0
         while turn < len(said) - 1 and said[turn] in text:
             text, turn = text.split(said[turn], 1)[1], turn + 1

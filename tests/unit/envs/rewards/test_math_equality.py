@@ -1,4 +1,4 @@
-"""What is compared without math-verify's parser, and what needs it. The tables are in `test_math_pairs`."""
+"""Comparisons without math-verify's parser, and those that need it. The tables are in `test_math_pairs`."""
 
 import sys
 

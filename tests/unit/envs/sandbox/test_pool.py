@@ -1,4 +1,4 @@
-"""What a pool answers: outputs, errors, values, limits, many at once."""
+"""The answers of a pool: outputs, errors, values, limits, many at once."""
 
 import json
 from collections.abc import Iterator
