@@ -36,7 +36,7 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_ten_lines_with_a_function_and_a_list_train": "a run of 62 steps in a notebook",
     },
     "flow/test_adaptive_staleness.py": "six launched runs; unit/learner/test_staleness_control.py has the control",
-    "flow/test_agents.py": "six launched runs; unit/actors/test_agents.py and test_outside.py have the sessions",
+    "flow/test_agents.py": "six launched runs; unit/actors/test_agents.py and test_agent_forms.py have the sessions",
     "flow/test_api.py": "two launched runs; test_python_training.py is in `make test`",
     "flow/test_critic.py": "two launched runs; unit/learner has the critic",
     "flow/test_damaged_runs.py": "a launched run, and ten readers at every damage of its files",

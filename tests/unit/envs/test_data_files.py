@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
+import datetime
+import inspect
 import json
+import logging
+import math
 import os
 from collections import Counter
+from decimal import Decimal
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from envs.check import check_task
+from envs.data import dataset
 from envs.data.dataset import open_dataset
 from envs.data.lines import JsonLines
+from envs.data.shapes import PROMPT_KEYS, RecordShape, tool_schemas
 from envs.data.sources import absolute, open_source, split_of
+from envs.registry import task_of
+from envs.reward_file import written_reward
+from learner.supervised.records import AnswerShape
+from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.schema import DataConfig, OnBadRecord
+from streamrl.environment import Step
 from streamrl.errors import DataChangedError, TaskError
 
 ROWS = [{"question": f"{a} + é = ?", "answer": str(2 * a), "level": str(a % 3)} for a in range(60)]
@@ -102,7 +118,6 @@ def test_paths_are_made_absolute_and_hub_names_stay(tmp_path, monkeypatch):
 
 # --- lines -----------------------------------------------------------------------------------------------------------
 
-
 def test_lines_are_found_whatever_their_ends_and_blanks(tmp_path, monkeypatch):
     monkeypatch.setattr("envs.data.lines.CHUNK_BYTES", 64)  # smaller than the file: reads end inside of lines
     texts = [json.dumps(row, ensure_ascii=index % 2 == 0) for index, row in enumerate(ROWS)]
@@ -178,7 +193,6 @@ def test_a_long_prompt_is_found_at_the_start_wherever_it_stands(tmp_path, monkey
 
 # --- which records ---------------------------------------------------------------------------------------------------
 
-
 def test_the_same_prompt_is_never_on_both_sides_and_the_order_of_the_file_does_not_matter(tmp_path):
     twice = [*ROWS, *({**row, "answer": "other"} for row in ROWS)]
     forward = open_dataset(DataConfig(path=str(write(tmp_path / "a.jsonl", twice)), test_ratio=0.25))
@@ -241,3 +255,265 @@ def test_bad_records_are_refused_or_passed_over_by_name(tmp_path, caplog):
     assert "3 of 60 records are passed over: a.jsonl, record 4: not JSON" in caplog.text
     assert "record 6: no prompt" in caplog.text and "record 9: field 'question' is empty" in caplog.text
 
+
+# --- Tables give the records that JSON Lines of the same give, and no unused column keeps them from being read
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+datasets = pytest.importorskip("datasets")
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=4)
+KINDS = st.recursive(  # of a column: every value that it holds is of this kind, and may lack fields
+    st.sampled_from([TEXTS, st.integers(-(2**40), 2**40), st.booleans(), st.sampled_from([0.5, -2.25])]),
+    lambda inner: st.one_of(
+        inner.map(lambda kind: st.lists(kind, max_size=2)),
+        st.dictionaries(st.sampled_from("abcd"), inner, min_size=1, max_size=3).map(
+            lambda fields: st.fixed_dictionaries({}, optional=fields)
+        ),
+    ),
+    max_leaves=5,
+)
+RECORDS = st.dictionaries(st.sampled_from(["tools_", "extra", "cases", "level"]), KINDS, max_size=3).flatmap(
+    lambda fields: st.lists(
+        st.fixed_dictionaries({"question": st.just("?"), "answer": TEXTS}, optional=fields), min_size=1, max_size=4
+    )
+)
+
+
+def table(rows):
+    made = pa.array(rows)
+    return pa.Table.from_arrays(made.flatten(), names=[field.name for field in made.type])
+
+
+def writable(kind) -> bool:
+    """Parquet has no form for a struct without fields."""
+    if pa.types.is_struct(kind):
+        return kind.num_fields > 0 and all(writable(field.type) for field in kind)
+    return writable(kind.value_type) if pa.types.is_list(kind) else True
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rows=RECORDS)
+def test_a_table_gives_the_records_that_lines_of_json_give(rows, tmp_path_factory):
+    made, folder = table(rows), tmp_path_factory.mktemp("rows")
+    if not all(writable(field.type) for field in made.schema):
+        return
+    datasets.Dataset(made).save_to_disk(str(folder / "saved"))
+    pq.write_table(made, folder / "a.parquet")
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+
+    for name in ("a.jsonl", "saved", "a.parquet"):
+        source = open_source(str(folder / name), setting="data.path")
+        assert [source.row(at) for at in range(len(source))] == rows, name
+        assert list(source.field("answer")) == [row["answer"] for row in rows]
+
+
+def test_schemas_messages_and_cases_have_no_fields_of_their_neighbors(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    schemas = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": fields}}}
+        for name, fields in (("a", {"city": {"type": "string"}}), ("b", {"n": {"type": "integer", "minimum": 1}}))
+    ]
+    call = {"function": {"name": "b", "arguments": {"n": 2}}}
+    rows = [
+        {"messages": [{"role": "user", "content": "Rain?"}], "tools": schemas[:1], "extra_info": {"level": 1}},
+        {"messages": [
+            {"role": "user", "content": "More?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "3", "name": "b"}, {"role": "user", "content": "So?"}],
+         "tools": schemas[1:], "extra_info": {"hint": "x"}, "test_cases": {"inputs": ["1"], "outputs": ["2"]}},
+    ]
+    pq.write_table(table(rows), tmp_path / "a.parquet")
+    source = open_source(str(tmp_path / "a.parquet"), setting="data.path")
+
+    for at, row in enumerate(rows):
+        found = source.row(at)
+        assert tool_schemas(found) == row["tools"] and found["extra_info"] == row["extra_info"]
+        assert RecordShape().messages(found) == RecordShape().messages(row)
+        assert found.get("test_cases") == row.get("test_cases")
+
+
+def test_columns_of_any_type_do_not_keep_a_file_from_being_read(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    odd = {
+        "day": datetime.date(2026, 1, 2), "at": datetime.datetime(2026, 1, 2, 3, 4), "clock": datetime.time(3, 4),
+        "took": datetime.timedelta(seconds=90), "price": Decimal("1.10"), "raw": b"\x00\xff",
+        "stats": {"mean": math.nan, "of": [1.5, math.nan], "picture": b"1"}, "score": math.inf,
+    }
+    rows = [{"question": f"{n}?", "answer": "4", **odd} for n in range(12)]
+    pq.write_table(table(rows), tmp_path / "a.parquet")
+    with caplog.at_level(logging.WARNING):
+        record = open_dataset(DataConfig(path=str(tmp_path / "a.parquet"))).train[0]
+
+    assert record == {
+        "question": record["question"], "answer": "4", "day": "2026-01-02", "at": "2026-01-02T03:04:00",
+        "clock": "03:04:00", "took": "0:01:30", "price": "1.10", "stats": {"of": [1.5, None]},
+    }
+    assert "the bytes in raw, stats are left out" in caplog.text
+
+
+def test_images_that_nothing_asks_for_are_not_decoded(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = {"question": ["1?", "2?"], "answer": ["1", "2"], "image": [{"bytes": b"no image", "path": "a.png"}] * 2}
+    kinds = datasets.Features({
+        "question": datasets.Value("string"), "answer": datasets.Value("string"), "image": datasets.Image()
+    })
+    datasets.Dataset.from_dict(rows, features=kinds).save_to_disk(str(tmp_path / "saved"))
+
+    source = open_source(str(tmp_path / "saved"), setting="data.path")
+
+    assert source.row(0) == {"question": "1?", "answer": "1", "image": {"path": "a.png"}}
+
+
+def test_a_reward_that_asks_for_what_only_some_records_have_is_told_to_give_it_a_default():
+    def reward(completion, level):
+        return 1.0
+
+    asked = written_reward(reward, RecordShape(), {}, "r.py: reward")
+    with pytest.raises(TaskError, match="asks for level.*give it a default: level=None"):
+        asked._arguments(({"prompt": "?"}, "a", []))
+
+
+# --- Records from a file and a reward from a file are a task that plays like any other ---------
+
+BASE = to_plain(load_config(["experiment=quickstart"]))
+REWARD = "def reward_fn(messages, answer):\n    return float(messages[-1]['content'].strip() == answer)\n"
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    """task(*words, reward=...) over 100 sums in train.jsonl, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    sums = [{"question": f"{a} + {a} = ?", "answer": str(2 * a), "source": "sums"} for a in range(100)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in sums))
+
+    def make(*words, reward=REWARD):
+        (tmp_path / "reward.py").write_text(reward)
+        scored = () if any(word.startswith("reward.type") for word in words) else ("env.path=reward.py",)
+        return task_of(from_plain(BASE, ["data.path=train.jsonl", *scored, *words]))
+
+    return make
+
+
+def played(task, completion, record=None) -> Step:
+    """The step of one episode."""
+    env = task.env()
+    env.reset(task.record("train", 0) if record is None else record)
+    result = env.step(completion)
+    return asyncio.run(result) if inspect.isawaitable(result) else result
+
+
+@pytest.mark.shows("data.path", "reward.type")
+@pytest.mark.parametrize("words", [(), ("reward.type=exact",)])
+def test_a_file_and_a_reward_are_a_task(task, words):
+    made = task(*words)
+    check_task(made)
+    record = made.record("train", 0)
+
+    assert made.env().reset(record)[0].content == record["question"]
+    assert made.target(record) == record["answer"]
+    assert (played(made, record["answer"]).reward, played(made, "no").reward) == (1.0, 0.0)
+
+
+@pytest.mark.shows("data.test_ratio")
+@pytest.mark.parametrize(("words", "num"), [((), 20), (("data.test_ratio=0.3",), 30), (("data.test_ratio=0",), 100)])
+def test_a_part_of_the_file_is_held_out(task, words, num):
+    made = task(*words)
+    prompts = {split: {made.record(split, i)["question"] for i in range(made.num_records(split))}
+               for split in ("train", "test")}
+
+    assert made.num_records("test") == num
+    assert len(prompts["train"] | prompts["test"]) == 100
+    assert len(prompts["train"] & prompts["test"]) == (100 if num == 100 else 0)
+
+
+@pytest.mark.shows("data.test_path")
+def test_held_out_records_may_come_from_a_file_of_their_own(task, tmp_path):
+    (tmp_path / "test.jsonl").write_text('{"question": "9 + 0 = ?", "answer": "9"}\n')
+    made = task("data.test_path=test.jsonl")
+
+    assert (made.num_records("train"), made.num_records("test")) == (100, 1)
+    assert made.record("test", 0)["question"] == "9 + 0 = ?"
+
+
+@pytest.mark.shows("data.prompt_key", "data.answer_key")
+def test_the_fields_of_prompt_and_answer_can_be_named(task):
+    made = task("data.prompt_key=source", "data.answer_key=question", "data.test_ratio=0")
+    record = made.record("train", 0)
+
+    assert made.env().reset(record)[0].content == "sums"
+    assert played(made, record["question"]).reward == 1.0
+
+
+def test_an_actor_plays_records_without_the_file(task, tmp_path):
+    record = task().record("train", 0)
+    (tmp_path / "train.jsonl").unlink()
+
+    assert played(task(), record["answer"], record).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("env.path=null",), "nothing says how answers are scored: give env.path=reward.py"),
+        (("reward.type=exact", "env.path=reward.py"), "both score answers: leave one of them out"),
+        (("reward.type=exact", "data.path=null"), "give data.path=train.jsonl, too"),
+        (("reward.type=exakt",), "Did you mean exact?"),
+    ],
+)
+def test_parts_that_do_not_make_a_task_are_named(task, words, said):
+    with pytest.raises(Exception, match=said):
+        task(*words)
+
+
+def test_a_file_with_records_of_its_own_is_not_mixed_with_a_data_file(task):
+    with pytest.raises(TaskError, match="makes its own records"):
+        task(reward=REWARD + "def record(split, index):\n    return {}\n")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_an_instruction_is_followed_by_its_input(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(dataset, "NUM_CHECKED", 2)  # the others are read by their fields alone
+    rows = [{"instruction": "Add.", "input": f"{n} and 1" if n % 3 else "", "output": str(n + 1)} for n in range(9)]
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "csv":
+        path.write_text("instruction,input,output\n" + "".join(",".join(row.values()) + "\n" for row in rows))
+    else:
+        datasets = pytest.importorskip("datasets")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    found = dataset.open_dataset(DataConfig(path=str(path), test_ratio=0.3))
+    records = [found.train[at] for at in range(len(found.train))]
+
+    expected = {"Add."} | {f"Add.\n\n{n} and 1" for n in range(9) if n % 3}
+    held_out = {RecordShape().messages(found.test[at])[0].content for at in range(len(found.test))}
+    assert {RecordShape().messages(record)[0].content for record in records} | held_out == expected
+    assert not held_out & {RecordShape().prompt(record) for record in records} and len(held_out) in (2, 3)
+    for record in records:
+        question, answer = AnswerShape().messages(record)
+        assert (question.content, answer.content) == (RecordShape().prompt(record), record["output"])
+        assert RecordShape(prompt_key="instruction").prompt(record) == "Add."
+        assert RecordShape(prompt_key="input").prompt(record) == record["input"]
+
+
+@given(
+    names=st.lists(st.sampled_from(PROMPT_KEYS), min_size=2, max_size=2, unique=True),
+    as_messages=st.booleans(), contained=st.booleans(),
+)
+def test_a_record_with_two_prompts_is_refused_unless_one_holds_the_other(names, as_messages, contained):
+    first, second = sorted(names, key=PROMPT_KEYS.index)
+    if (first, second) == ("instruction", "input"):
+        return
+    text = "Answer: what is 2 + 2?"
+    record = {
+        second: "what is 2 + 2?" if contained else "what is 3 + 3?",
+        first: [{"role": "user", "content": text}] if as_messages else text,
+    }
+    if contained:
+        assert RecordShape().messages(record)[0].content == text
+        return
+    with pytest.raises(TaskError, match=f"'{first}' and '{second}' may both .* data.prompt_key={first}"):
+        RecordShape().check(record)
+    assert RecordShape(prompt_key=second).messages(record)[0].content == "what is 3 + 3?"

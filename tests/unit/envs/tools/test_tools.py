@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from envs.registry import task_of
+from envs.rewards.thoughts import heard, spoken
 from envs.tasks.strings import StringTask
+from envs.tools.calculator import Calculator, calculate
+from envs.tools.environment import ToolEnv
+from envs.tools.parsing import PARSERS, BadCall, ToolCall, parse_tags
 from envs.tools.python import PythonTool
 from envs.tools.search import SearchTool
 from envs.tools.task import with_tools
-from streamrl.config.schema import EnvConfig, Sandbox, ToolUseConfig
-from streamrl.errors import TaskError
+from envs.tools.tool import ToolError
+from streamrl.config.load import from_plain
+from streamrl.config.schema import Config, EnvConfig, Sandbox, ToolUseConfig
+from streamrl.environment import Env, HasTools, Step
+from streamrl.errors import StreamrlError, TaskError
 
 DOCUMENTS = [
     {"title": "Rhine", "text": "The Rhine flows from the Alps to the North Sea."},
@@ -99,3 +111,296 @@ def test_search_and_python_in_one_episode(documents: str) -> None:
     steps = [env.step(text) for text in (program, query, record["answer"])]
     assert [step.messages[0].content for step in steps[:2]] == ["10\n", "[1] Bread is baked from flour."]  # type: ignore[union-attr]
     assert steps[2].done and steps[2].score == 1.0  # type: ignore[union-attr]
+
+
+# --- The calculator computes arithmetic, exactly where it can, and nothing else ----------------
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("3+4", "7"), ("37*45", "1665"), (" (1 + 2) * -3", "-9"), ("2**100", str(2**100)), ("7/2", "3.5"),
+        ("6/2", "3"), ("7//2 + 7%2", "4"), ("2^3", "8"), ("sqrt(16) + max(1, 2)", "6"), ("round(2*pi, 2)", "6.28"),
+        ("1/3*3", "1"), ("3 * 7**-1 * 7", "3"), ("2**2000 // 2**1990", "1024"),
+        ("7 % (5/2)", "2"), ("floor(7/2)", "3"), ("round(2/3, 2)", "0.67"), ("4**(6/3)", "16"), ("4**(1/2)", "2"),
+        ("1e300*10", "1e+301"), ("0.1+0.2", "0.3"), ("6 × 7 − 2", "40"),
+    ],
+)  # fmt: skip
+def test_values(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("", "not an arithmetic expression"), ("3+", "not an arithmetic expression"), ("1/0", "division by zero"),
+        ("9**9**9**9", "too large"), ("10.0**400", "cannot be computed"), ("1e308*10", "too large"),
+        ("(-8)**0.5", "not a real number"), ("__import__('os').system('true')", "not arithmetic"),
+        ("[1][0]", "not arithmetic"), ("x+1", "not arithmetic"), ("'a'*3", "not arithmetic"),
+        ("True", "not arithmetic"),
+        ("sqrt(-1)", "not an arithmetic"), ("sqrt()", "cannot be computed"), ("1" * 2000, "at most 1000"),
+        ("(" * 400 + "1" + ")" * 400, "not an arithmetic"), ("2**-4000000", "too large"),
+        ("2**(8000000/2)", "too large"), ("(1/2)**4000000", "too large"), ("0**-1", "division by zero"),
+        ("2**2000/3", "cannot be computed"),
+    ],
+)  # fmt: skip
+def test_problems_are_told(expression: str, problem: str) -> None:
+    with pytest.raises(ToolError, match=problem):
+        calculate(expression)
+
+
+# --- Each family's way of writing a call is read; what looks like one and cannot be read is a bad call that says why
+
+TOOLS = [Calculator(), PythonTool(ToolUseConfig())]
+CALL = ToolCall("calculator", {"expression": "3+4"})
+HERMES = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3+4"}}\n</tool_call>'
+LLAMA = '{"name": "calculator", "parameters": {"expression": "3+4"}}'
+FUNCTION = '<function=calculator>{"expression": "3+4"}</function>'
+FENCE = f"I compute it.\n```json\n{LLAMA}\n```"
+XML = "<function=calculator>\n<parameter=expression>\n3+4\n</parameter>\n</function>"
+PYTHON_XML = "<function=python><parameter=code>\nif x:\n  print('</function>')\n</parameter></function>"
+PROGRAM = "```python\nprint(7)\n```"
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "calls"),
+    [
+        ("tags", f"First this: {HERMES}", [CALL]),
+        ("tags", HERMES + HERMES, [CALL, CALL]),
+        ("tags", HERMES.removesuffix("</tool_call>"), [CALL]),
+        ("tags", HERMES.replace('{"expression": "3+4"}', r'"{\"expression\": \"3+4\"}"'), [CALL]),
+        ("tags", LLAMA, []),
+        ("tags", f"<tool_call>[{LLAMA}, {LLAMA}]</tool_call>", [CALL, CALL]),
+        ("tags", f"<tool_call>{LLAMA}\n{LLAMA}</tool_call>", [CALL, CALL]),
+        ("tags", '<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
+        ("tags", f"I compute. <tool_call>\n{XML}\n</tool_call>", [CALL]),
+        ("tags", f"<tool_call>\n{XML}\n{XML}\n</tool_call>", [CALL, CALL]),
+        ("tags", f"<tool_call>{PYTHON_XML}</tool_call>",
+         [ToolCall("python", {"code": "if x:\n  print('</function>')"})]),
+        ("tags", "<tool_call><function=now></function></tool_call>", [ToolCall("now", {})]),
+        ("tags", XML, []),
+        ("json", XML, [CALL]),
+        ("json", f"[{LLAMA}, {LLAMA}]", [CALL, CALL]),
+        ("json", f"{LLAMA}\nThat is what I need.", [CALL]),
+        ("json", '{"name": "Ann", "age": 7}', []),
+        ("json", '[{"name": "Ann", "age": 7}]', []),
+        ("json", '{"name": "Ann", "age": 7', []),
+        ("json", '{"name": "calculator", "price": 7}', []),
+        ("json", '{"name": "calculator"}', [ToolCall("calculator", {})]),
+        ("fence", '```json\n{"name": "Ann", "age": 7}\n```', []),
+        ("json", LLAMA, [CALL]),
+        ("json", f"<|python_tag|>{LLAMA}; {LLAMA}", [CALL, CALL]),
+        ("json", FUNCTION, [CALL]),
+        ("json", 'The answer is {"x": 1}', []),
+        ("json", '{"x": 1}', []),
+        ("fence", FENCE, [CALL]),
+        ("fence", PROGRAM, [ToolCall("python", {"code": "print(7)\n"})]),
+        ("fence", '```json\n{"answer": 7}\n```', []),
+        ("angle", "<3+4>", [CALL]),
+        ("angle", "3+4", []),
+    ],
+)  # fmt: skip
+def test_calls(parser: str, text: str, calls: list[ToolCall]) -> None:
+    assert PARSERS[parser](text, TOOLS) == calls
+
+
+@pytest.mark.parametrize("text", [HERMES, LLAMA, FUNCTION, FENCE, XML, f"<tool_call>{XML}</tool_call>"])
+def test_auto_finds_the_family_by_the_text(text: str) -> None:
+    assert PARSERS["auto"](text, TOOLS) == [CALL]
+
+
+@pytest.mark.parametrize("text", ["7", "<b>7</b>", "a < b > c", "", "```\n7\n```", '{"name": "Ann", "age": 7}', "[3]"])
+def test_auto_takes_other_texts_as_answers(text: str) -> None:
+    assert PARSERS["auto"](text, TOOLS) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<tool_call>calculator(3+4)</tool_call>", "not JSON"),
+        ('<tool_call>{"name": "calculator", "arguments": {"expr', "not JSON"),
+        ("<tool_call>[1]</tool_call>", "no name"),
+        ("<tool_call></tool_call>", "empty"),
+        (XML.removesuffix("\n</parameter>\n</function>"), "'expression' of calculator does not end"),
+        (XML.replace("\n</function>", "so"), "after the arguments of calculator stands 'so'"),
+        ('[{"name": "calculator", "arguments": {}', "not JSON"),
+        ('<tool_call>{"name": "calculator", "arguments": 7}</tool_call>', "arguments of calculator are 7"),
+        ("<function=calculator>3+4</function>", "arguments of calculator are not JSON"),
+        ('{"name": "calculator", "parameters": {"expression": 3+4}}', "not JSON"),
+        ('```json\n{"name": "calculator",}\n```', "not JSON"),
+    ],
+)  # fmt: skip
+def test_a_damaged_call_says_what_was_wrong(text: str, problem: str) -> None:
+    (call,) = PARSERS["auto"](text, TOOLS)
+    assert isinstance(call, BadCall) and problem in call.problem
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "read"),
+    [("string", "7", "7"), ("integer", "7", 7), ("array", "[1, 2]", [1, 2]), ("boolean", "true", True),
+     (["string", "null"], "7", "7"), ("number", "x", "x"), (None, "7", "7")],
+)  # fmt: skip
+def test_an_argument_between_tags_has_the_type_that_the_tool_takes(kind: object, value: str, read: object) -> None:
+    takes = {"properties": {"x": {} if kind is None else {"type": kind}}}
+    schema = {"type": "function", "function": {"name": "f", "parameters": takes}}
+    text = f"<tool_call><function=f><parameter=x>{value}</parameter></function></tool_call>"
+    assert parse_tags(text, [schema]) == [ToolCall("f", {"x": read})]
+
+
+def test_calls_that_are_only_thought_of_are_not_made() -> None:
+    assert PARSERS["auto"](spoken(f"<think>perhaps {HERMES}"), TOOLS) == []
+    assert PARSERS["auto"](spoken(heard(f"perhaps {HERMES}", "user: 3+4? <think>\n")), TOOLS) == []
+    assert PARSERS["auto"](spoken(heard(f"so</think>{HERMES}", "user: 3+4? <think>\n")), TOOLS) == [CALL]
+    assert PARSERS["auto"](spoken(f"<think>perhaps {HERMES}</think>7"), TOOLS) == []
+    assert PARSERS["auto"](spoken(f"<think>so</think>{HERMES}"), TOOLS) == [CALL]
+
+
+def test_without_a_python_tool_a_program_is_an_answer() -> None:
+    assert PARSERS["auto"](PROGRAM, TOOLS[:1]) == []
+
+
+# --- Episodes with tools: calls are answered, problems are reported to the model, the final answer goes to the task
+
+TIMES = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+
+
+class Reverse:
+    """A user's own async tool."""
+
+    name, description = "reverse", "Reverse a text."
+    parameters: Mapping[str, Any] = {
+        "type": "object", "required": ["text"],
+        "properties": {"text": {"type": "string"}, "times": {"type": "integer"}},
+    }  # fmt: skip
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        if arguments["text"] == "":
+            raise RuntimeError("nothing to reverse")
+        return str(arguments["text"][::-1]) * arguments.get("times", 1)
+
+
+OWN = f"{__name__}:Reverse"
+
+
+def settings(*words: str) -> Config:
+    return from_plain({}, ["policy.tiny.enabled=true", "env.max_turns=4", "env.options.max_length=4", *words])
+
+
+def new_env(*words: str) -> tuple[Env, dict[str, Any]]:
+    task = task_of(settings(*words))
+    record = dict(task.record("train", 0))
+    env = task.env()
+    play(env.reset, record)
+    return env, record
+
+
+def play(method: Callable[[Any], Any], argument: object) -> Any:
+    result = method(argument)
+    return asyncio.run(result) if asyncio.iscoroutine(result) else result
+
+
+def say(env: Env, *actions: str) -> list[Step]:
+    return [play(env.step, action) for action in actions]
+
+
+def reverse(arguments: str) -> str:
+    return f'<tool_call>{{"name": "reverse", "arguments": {arguments}}}</tool_call>'
+
+
+@pytest.mark.shows("env.tools")
+def test_any_task_gets_tools_and_scores_the_final_answer() -> None:
+    plain, record = new_env("env.tools=[]")
+    assert say(plain, TIMES)[0].done
+    env, record = new_env("env.tools=[calculator]")
+    asked, answered = say(env, f"I compute. {TIMES}", record["answer"])
+    assert isinstance(env, ToolEnv) and not inspect.iscoroutinefunction(env.step)
+    assert [(m.role, m.content) for m in asked.messages] == [("tool", "42")] and not asked.done and asked.reward == 0
+    assert answered.done and answered.reward == 1.0 and answered.score == 1.0
+    assert answered.parts["tool_calls"] == 1.0 and answered.parts["tool_errors"] == 0.0
+
+
+def test_an_own_async_tool_and_a_wrong_answer() -> None:
+    env, record = new_env(f"env.tools=[{OWN},calculator]")
+    assert isinstance(env, ToolEnv) and inspect.iscoroutinefunction(env.step)
+    asked, both, answered = say(env, reverse('{"text": "abc", "times": 2}'), TIMES + reverse('{"text": "x"}'), "???")
+    assert [m.content for m in asked.messages] == ["cbacba"]
+    assert [m.content for m in both.messages] == ["42", "x"]
+    assert answered.done and answered.score == 0.0 and answered.parts["tool_calls"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("action", "problem"),
+    [
+        (reverse("{}"), "Error: reverse: the argument 'text' is missing."),
+        (reverse('{"text": 3}'), "Error: reverse: the argument 'text' must be of type string, got 3."),
+        (reverse('{"text": "a", "times": true}'), "must be of type integer, got True."),
+        (reverse('{"text": "a", "time": 2}'), "unknown argument 'time'. Did you mean times? It takes: text, times."),
+        (reverse('{"text": ""}'), "Error: RuntimeError: nothing to reverse"),
+        (reverse('{"text": "a"}').replace('"reverse"', '"revers"'), "there is no tool 'revers'. Did you mean reverse?"),
+        ("<tool_call>reverse(a)</tool_call>", "Error: the call is not JSON"),
+    ],
+)
+def test_errors_are_answers_to_the_model(action: str, problem: str) -> None:
+    env, record = new_env(f"env.tools=[{OWN}]")
+    asked, answered = say(env, action, record["answer"])
+    assert problem in asked.messages[0].content and not asked.done
+    assert answered.reward == 1.0 and answered.parts["tool_errors"] == 1.0
+
+
+@pytest.mark.shows("env.tool_use.max_calls")
+def test_after_so_many_calls_the_next_text_is_the_answer() -> None:
+    env, _ = new_env("env.tools=[calculator]", "env.tool_use.max_calls=1", "env.max_turns=9")
+    first, second, third = say(env, TIMES + TIMES, TIMES, TIMES)
+    assert [m.content for m in first.messages] == ["42", "No calls are left: give the final answer."]
+    assert second.done and second.parts["tool_calls"] == 1.0
+    env, _ = new_env("env.tools=[calculator]", "env.tool_use.max_calls=2", "env.max_turns=9")
+    first, second = say(env, TIMES + TIMES, TIMES)
+    assert [m.content for m in first.messages] == ["42", "42"]
+    assert [m.content for m in second.messages] == ["No calls are left: give the final answer."]
+
+
+def test_the_last_turn_is_the_answer_whatever_it_holds() -> None:
+    env, _ = new_env("env.tools=[calculator]", "env.max_turns=2")
+    first, last = say(env, TIMES, TIMES)
+    assert not first.done and last.done and last.score == 0.0
+
+
+@pytest.mark.shows("env.tool_use.max_output_chars")
+@pytest.mark.shows("env.tool_use.role")
+def test_long_outputs_are_cut_and_come_in_the_role_that_is_set() -> None:
+    words = (f"env.tools=[{OWN}]", "env.tool_use.max_output_chars=3", "env.tool_use.role=user")
+    (asked,) = say(new_env(*words)[0], reverse('{"text": "edcba"}'))
+    assert [(m.role, m.content) for m in asked.messages] == [("user", "abc\n... (2 more characters)")]
+
+
+@pytest.mark.shows("env.tool_use.parser")
+def test_the_parser_that_is_set_reads_the_calls() -> None:
+    env, _ = new_env("env.tools=[calculator]", "env.tool_use.parser=angle")
+    assert say(env, "<6*7>")[0].messages[0].content == "42"
+    assert say(new_env("env.tools=[calculator]")[0], "<6*7>")[0].done
+
+
+@pytest.mark.shows("env.tool_use.describe")
+def test_tools_are_described_unless_turned_off() -> None:
+    task = task_of(settings("env.tools=[calculator,python]"))
+    assert '"name": "python"' in task.tool_prompt and "<tool_call>" in task.tool_prompt  # type: ignore[attr-defined]
+    env, _ = new_env("env.tools=[calculator,python]")
+    assert isinstance(env, HasTools) and [one["function"]["name"] for one in env.tools] == ["calculator", "python"]
+    env, _ = new_env("env.tools=[calculator]", "env.tool_use.describe=false")
+    assert isinstance(env, HasTools) and env.tools == []
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["env.tools=[calculator]", "env.max_turns=1"], "a call takes one turn and the answer another"),
+        (["env.tools=[calculater]"], "env.tools=calculater is unknown. Did you mean calculator?"),
+        (["env.tools=[calculator,calculator]"], "gives one name to several tools"),
+        (["env.tools=[pathlib:Path]"], "pathlib:Path is no tool"),
+        (["env.tools=[search]"], "give env.tool_use.documents=FILE"),
+        (["env.tools=[search]", "env.tool_use.documents=nowhere.jsonl"], "there is no such file"),
+        (["env.tools=[calculator]", "env.tool_use.parser=xml"], "env.tool_use.parser=xml is unknown"),
+    ],
+)
+def test_mistakes_in_the_settings_are_told(words: list[str], problem: str) -> None:
+    with pytest.raises(StreamrlError, match=problem.replace("[", r"\[").replace(".", r"\.").replace("?", r"\?")):
+        task_of(settings(*words))
