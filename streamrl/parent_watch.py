@@ -64,8 +64,3 @@ def take_stdout() -> TextIO:
 def program(module: str) -> list[str]:
     """The command that runs one of our modules; -P: no folder of that name in the working directory shadows it."""
     return [sys.executable, "-P", "-m", module]
-
-
-def child_environment() -> dict[str, str]:
-    """The environment for a child that is started with `stdin=subprocess.PIPE`."""
-    return {**os.environ, VARIABLE: "stdin"}

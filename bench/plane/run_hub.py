@@ -25,7 +25,7 @@ from learner.hub_client.settings import hub_settings
 from learner.publish.publisher import Publisher
 from streamrl.config.load import load_config
 from streamrl.messages import Lineage, VersionRef
-from streamrl.parent_watch import child_environment
+from streamrl.processes import Child
 from streamrl.stream.records import RunStarted
 from streamrl.transport.keys import KeyDirectory
 from streamrl.weights.shm.transport import ShmPublisher
@@ -136,10 +136,7 @@ class Plane:
             "report": str(self.folder / "fleet.json"), "stop": str(self.folder / "stop"),
             "group_s": sizes.group_s, "sigma": sizes.sigma, "install_s": sizes.install_s,
         }
-        self.fleet = subprocess.Popen(
-            [sys.executable, "-m", "bench.plane.fleet", json.dumps(options)], stdin=subprocess.PIPE,
-            env=child_environment(),
-        )
+        self.fleet = Child([sys.executable, "-m", "bench.plane.fleet", json.dumps(options)]).process
 
     def fleet_report(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
