@@ -73,4 +73,4 @@ def test_every_maze_has_a_way_and_the_map_shows_it() -> None:
 )
 def test_bad_options_are_refused(game: str, option: str) -> None:
     with pytest.raises(TaskError, match=option):
-        task_of(game, **{"game": game, option: 1} if option != "game" else {})
+        task_of(game, **({} if option == "game" else {option: 1}))
