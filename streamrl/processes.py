@@ -109,12 +109,11 @@ class Child:
             self._reader.join(wait_s)
         return self._error_tail
 
-    def how_it_ended(self, limit_s: float) -> str:
+    def how_it_ended(self, limit_s: float) -> tuple[int, str]:
         """Return status and last words, once its output has ended; it should be over, and is killed if it lives on."""
         self.ends_within(limit_s)
         status = self.kill()
-        last = next(iter(self.errors(limit_s).strip().splitlines()[-1:]), "it printed nothing")
-        return f"ended with status {status}: {last}"
+        return status, next(iter(self.errors(limit_s).strip().splitlines()[-1:]), "it printed nothing")
 
     def send(self, data: bytes, deadline: float) -> None:
         """Write to its standard input. Raises TimeoutError: it does not read in time, EOFError: it reads no more."""

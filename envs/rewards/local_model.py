@@ -89,8 +89,9 @@ class LocalModel:
                 line = process.receive_line(None).decode(errors="replace")
                 self.url = line.removeprefix(READY).strip() if line.startswith(READY) else ""
         except EOFError:
+            status, words = process.how_it_ended(END_S)
             raise ConfigError(
-                f"the process of reward.model.path={self._path} {process.how_it_ended(END_S)} "
+                f"the process of reward.model.path={self._path} ended with status {status}: {words} "
                 f"(run `streamrl reward-model {self._path}` to read all of it)"
             ) from None
         log.info("the reward model %s is loaded, after %.0f s", self._path, time.monotonic() - began)

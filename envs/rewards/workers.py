@@ -112,4 +112,5 @@ class _Worker(Child):
         except TimeoutError:
             raise TaskError("a reward's worker did not answer in time: look at this machine's load.") from None
         except EOFError:
-            raise TaskError(f"a worker process of a reward {self.how_it_ended(END_S)}") from None
+            status, words = self.how_it_ended(END_S)
+            raise TaskError(f"a worker process of a reward ended with status {status}: {words}") from None

@@ -98,7 +98,7 @@ def test_a_child_answers_and_says_why_it_ended():
     assert child.receive(3, deadline) == b"sev" and child.receive_line(deadline) == b"en"
     with pytest.raises(EOFError):
         child.receive_line(deadline)
-    assert child.how_it_ended(30) == "ended with status 1: no weights"
+    assert child.how_it_ended(30) == (1, "no weights")
 
 
 def test_a_child_that_neither_reads_nor_writes_is_late_and_killed_with_its_group():
