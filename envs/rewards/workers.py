@@ -113,4 +113,4 @@ class _Worker(Child):
             raise TaskError("a reward's worker did not answer in time: look at this machine's load.") from None
         except EOFError:
             status, words = self.how_it_ended(END_S)
-            raise TaskError(f"a worker process of a reward ended with status {status}: {words}") from None
+            raise TaskError(f"a reward's worker ended with status {status}, see its last words: {words}") from None
