@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STATUSES = ("ok", "error", "compile_error", "timeout", "output_limit", "memory_limit", "lost")
+STATUSES = ("ok", "error", "compile_error", "timeout", "output_limit", "memory_limit", "process_limit", "lost")
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,7 @@ def apply(limits):
 
 
 def collect(pid, out_read, err_read, deadline, limits):
-    """Read both pipes until the program ended, its time is over, or it printed or took too much."""
+    """Read both pipes until the program ended, its time is over, or it printed, took or started too much."""
     texts, limit, check_at = {out_read: b"", err_read: b""}, limits["output_bytes"], time.monotonic() + MEMORY_CHECK_S
     exited = os.pidfd_open(pid)
     poller = select.poll()
@@ -247,7 +247,10 @@ def collect(pid, out_read, err_read, deadline, limits):
             ended = "timeout"
         elif now >= check_at:
             check_at = now + MEMORY_CHECK_S
-            if sum(map(memory_of, descendants())) > limits["memory_bytes"]:
+            under = descendants()
+            if len(under) > limits["num_processes"]:  # the kernel's own limit does not hold for processes of root
+                ended = "process_limit"
+            elif sum(map(memory_of, under)) > limits["memory_bytes"]:
                 ended = "memory_limit"
         for fd in texts:
             if (fd in ready or ended) and not read_some(fd, texts, limit):
