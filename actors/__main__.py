@@ -41,7 +41,7 @@ def parse(words: list[str]) -> tuple[str, list[str]]:
 async def work(endpoint: str, overrides: list[str]) -> int:
     """Work until the hub or a signal ends it; returns the exit code."""
     with uncollected():
-        from actors.engines.registry import engine_factory, wire_name
+        from actors.engines.base import engine_factory, wire_name
         from actors.runtime import build_runtime, default_actor_id, has_processes, weight_source
         from actors.settings import local_settings, max_leases, pick_device
         from actors.worker import Worker

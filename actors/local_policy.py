@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from actors.engines.base import Engine
-from actors.engines.native.weight_sets import checkpoint_tensors
-from actors.engines.registry import build_engine
+from actors.engines.base import Engine, build_engine
+from actors.engines.native.weights import checkpoint_tensors
 from actors.render import Renderer, load_end_ids, load_tokenizer
 from actors.settings import engine_spec, make_renderer
 from streamrl.config.load import ALLOW, load_config, load_run_config

@@ -28,8 +28,7 @@ from streamrl.messages import (
     Purpose,
     ReturnReason,
 )
-from streamrl.messages.sampled_sets import is_truncated
-from streamrl.messages.validate import check_group
+from streamrl.messages.validate import check_group, is_truncated
 
 MAX_ANSWER_CHARS = 256
 """What a `Group` can carry of one."""

@@ -20,8 +20,7 @@ from typing import Any
 
 import zmq
 
-from actors.engines.base import Engine
-from actors.engines.registry import build_engine
+from actors.engines.base import Engine, build_engine
 from actors.env_calls.inline import InlineCalls
 from actors.episode import EpisodeRunner
 from actors.load import LoadMeter

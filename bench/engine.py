@@ -24,7 +24,7 @@ from transformers import Qwen3Config
 
 from actors.engines.base import Engine, GenerateRequest
 from actors.engines.native.engine import NativeEngine, build_model
-from actors.engines.native.weight_sets import checkpoint_tensors
+from actors.engines.native.weights import checkpoint_tensors
 from bench.record import exit_status, record, shared_arguments
 from streamrl.messages import Sampling, VersionRef
 

@@ -20,9 +20,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from actors.engines.base import Engine, EngineSpec
-from actors.engines.native.weight_sets import checkpoint_tensors
-from actors.engines.registry import build_engine
+from actors.engines.base import Engine, EngineSpec, build_engine
+from actors.engines.native.weights import checkpoint_tensors
 from actors.render import load_tokenizer
 from bench.engine import Job, make_jobs, run_engine
 from bench.record import exit_status, record, shared_arguments

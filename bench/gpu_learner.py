@@ -14,21 +14,20 @@ import torch
 
 from actors.engines.base import GenerateRequest
 from actors.engines.native.engine import NativeEngine
-from actors.engines.native.weight_sets import checkpoint_tensors
+from actors.engines.native.weights import checkpoint_tensors
 from bench.gpu_shapes import DEVICE, DRY, SHAPES, Packed, free_device_memory, large_folder, mixed_lengths, random_model
 from bench.shared_prompts import ARMS, CASES, packed, trajectories
 from learner.data.layout import make_layout
 from learner.data.packing import MicroBatch
-from learner.model.attention.choice import ATTENTIONS, choose_attention, why_not
+from learner.model.attention.kernels import ATTENTIONS, choose_attention, why_not
 from learner.model.attention.packed import registered
-from learner.model.gradients import optimizer_step
-from learner.model.optimizer import Schedule, make_optimizer
+from learner.model.optimizer import Schedule, make_optimizer, optimizer_step
 from learner.model.parameters import policy_parameters
 from learner.model.policy import Policy, load_policy
-from learner.model.scoring.logprob_head import score_tokens
+from learner.model.scoring.logprobs import score_tokens
 from learner.publish.publisher import Publisher
 from learner.ranks.mesh import Ranks
-from streamrl.architectures.masks import CAUSAL
+from streamrl.architectures.attention import CAUSAL
 from streamrl.config.schema import OptimizerConfig
 from streamrl.messages import Sampling, VersionRef
 from streamrl.weights.gpu.cuda_memory import wait_for_device

@@ -17,7 +17,7 @@ import zmq
 
 from actors.engines.base import GenerateRequest
 from actors.engines.native.engine import NativeEngine
-from actors.engines.native.weight_sets import checkpoint_tensors
+from actors.engines.native.weights import checkpoint_tensors
 from bench.gpu_shapes import DEVICE, DRY, free_device_memory, pinned, random_model
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, Offer, Sampling, VersionRef

@@ -57,7 +57,7 @@ async def groups(config: Any, model_dir: Path, num_batches: int) -> tuple[list[b
     import torch
 
     from actors.engines.native.engine import NativeEngine, build_model
-    from actors.engines.native.weight_sets import checkpoint_tensors
+    from actors.engines.native.weights import checkpoint_tensors
     from actors.episode import EpisodeRunner
     from actors.render import Renderer, load_tokenizer
     from actors.rollout import run_group
@@ -104,8 +104,7 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
     from learner.data.packing import pack
     from learner.data.trajectories import TrajectoryReader
     from learner.hub_client.settings import answer_limit
-    from learner.model.gradients import optimizer_step
-    from learner.model.optimizer import make_optimizer, make_schedule
+    from learner.model.optimizer import make_optimizer, make_schedule, optimizer_step
     from learner.model.policy import load_policy
     from learner.objective.objective import Objective
     from learner.objective.plan import BatchPlan

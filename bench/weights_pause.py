@@ -21,7 +21,7 @@ from transformers import Qwen3Config
 
 from actors.engines.base import GenerateRequest
 from actors.engines.native.engine import NativeEngine
-from actors.engines.native.weight_sets import checkpoint_tensors
+from actors.engines.native.weights import checkpoint_tensors
 from bench.record import record
 from streamrl.messages import Sampling, VersionRef
 

@@ -23,16 +23,16 @@ from torch import Tensor
 from learner.checkpoint.shards import reshard
 from learner.data.packing import MicroBatch, halves, pack_minibatches
 from learner.data.trajectories import Trajectory
-from learner.model.gradients import (
+from learner.model.networks import Networks
+from learner.model.optimizer import (
     BatchResult,
     GradientCosine,
+    Schedule,
     can_restart,
     forget_passes,
     optimizer_step,
     reduce_gradients,
 )
-from learner.model.networks import Networks
-from learner.model.optimizer import Schedule
 from learner.model.policy import Policy
 from learner.model.reference import sync_if_due
 from learner.objective.lag_policy import LagPolicy

@@ -5,21 +5,25 @@ the next step, whatever else is running. Weights are exchanged between two forwa
 with their KV cache, and their later tokens carry the new version.
 
 One of your own needs `Engine`, and a factory that takes an `EngineSpec`; `ScoresTokens` and `ExposesWeights` are
-optional. `actors.engine=package.module:factory` uses it; for one of ours add an entry to `actors.engines.registry`.
+optional. `actors.engine=package.module:factory` uses it; one of ours is an entry of `streamrl.config.rules.ENGINES`. A
+class may give its factory as `from_spec`. Only the engine that is chosen is imported.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from streamrl.errors import RequestError
+from streamrl.config.rules import ENGINES
+from streamrl.errors import ConfigError, RequestError
+from streamrl.extension import import_attribute, resolve
 from streamrl.messages import Sampling, VersionRef
 
 
@@ -261,3 +265,33 @@ def check_sampling(sampling: Sampling) -> None:
         raise RequestError(
             f"top_k={sampling.top_k} must be positive and at most {LARGEST_TOP_K}, or -1 or 0 to keep everything"
         )
+
+
+_PROTOCOL = ("name", "max_num_seqs", "installed", "generate", "install", "stats", "close")
+_WIRE_CHARS = 32  # what HELLO can carry
+
+
+def engine_factory(name: str) -> EngineFactory:
+    """The factory that `actors.engine` names. Raises ConfigError with the nearest names."""
+    found = resolve(name, ENGINES, setting="actors.engine")
+    if name in ENGINES:
+        found = import_attribute(found, setting="actors.engine")
+    return getattr(found, "from_spec", found)
+
+
+def build_engine(name: str, spec: EngineSpec) -> Engine:
+    """The engine that `actors.engine` names; may take minutes. Raises ConfigError if there is none."""
+    if name not in ENGINES:  # a user's own: what it sets on its tokenizer changes no prompt
+        spec = replace(spec, tokenizer=copy.deepcopy(spec.tokenizer))
+    engine = engine_factory(name)(spec)
+    if missing := [attribute for attribute in _PROTOCOL if not hasattr(engine, attribute)]:
+        raise ConfigError(
+            f"actors.engine={name} returned {type(engine).__name__}, which has no {', '.join(missing)}: "
+            "see actors/engines/base.py for what an engine must have"
+        )
+    return engine
+
+
+def wire_name(name: str) -> str:
+    """The engine's name in HELLO: a user's own engine goes by its attribute alone."""
+    return name.rpartition(":")[2][:_WIRE_CHARS]

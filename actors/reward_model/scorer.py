@@ -17,7 +17,7 @@ from streamrl.environment import ChatMessage
 from streamrl.errors import StreamrlError, in_one_line
 from streamrl.weights.model_folder import check_folder
 
-torch.backends.cuda.enable_cudnn_sdp(False)  # see streamrl.architectures.attend
+torch.backends.cuda.enable_cudnn_sdp(False)  # see streamrl.architectures.attention
 
 MAX_BATCH = 32
 """Conversations of one forward pass."""

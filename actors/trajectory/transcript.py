@@ -18,7 +18,7 @@ from actors.engines.base import Generation, VersionSpan
 from streamrl.errors import TaskError
 from streamrl.messages import Member, MemberStatus, SequenceStart, Span, Turn, VersionRef
 from streamrl.messages.codec import pack_ids, pack_logprobs
-from streamrl.messages.sampled_sets import pack_sets
+from streamrl.messages.validate import pack_sets
 
 
 @dataclass(slots=True, eq=False)

@@ -19,8 +19,7 @@ import zmq
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from actors.engines.base import AdapterSpec, Engine, EngineSpec, GenerateRequest
-from actors.engines.registry import build_engine
+from actors.engines.base import AdapterSpec, Engine, EngineSpec, GenerateRequest, build_engine
 from actors.weights.base_weights import HeldBase, install_version
 from actors.weights.probe import first_difference
 from bench.families.ranks import Task, run_ranks

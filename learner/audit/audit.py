@@ -24,7 +24,7 @@ from learner.model.policy import Inspect, Inspected, Policy
 from learner.objective.statistics.agreements import Agreements
 from learner.publish.rounding import other_weights, trained_shards
 from learner.ranks.mesh import Ranks
-from streamrl.messages.draws import draw_gaps, member_seed, uniforms
+from streamrl.messages.seeding import draw_gaps, member_seed, uniforms
 
 DRAW_SLACK = 0.02
 """A draw may lie this far from its token in the cumulative distribution: bfloat16 moves it by some thousandths."""

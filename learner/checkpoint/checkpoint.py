@@ -7,6 +7,9 @@
 
 Loading tries LATEST and then older ones; a damaged file is named in a warning and its checkpoint passed over. If there
 are checkpoints and none is good, that is an error: silently starting from scratch would be worse.
+
+Rank 0's run directory is the run's: what other machines wrote is brought there before a checkpoint becomes visible
+(`collect`), and what a restart needs is taken from there (`distribute`). Where the directory is shared nothing moves.
 """
 
 from __future__ import annotations
@@ -16,20 +19,22 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from learner.checkpoint.run_lock import RunLock, sync_directory, write_durably
 from learner.checkpoint.shards import Copied, ShardReader, read_training_tensors, training_tensors, write_shards
-from learner.checkpoint.transfer import collect, distribute
 from learner.ranks.mesh import Ranks
 from streamrl.errors import CheckpointError, RunLockedError, one_sentence
 from streamrl.metrics.files import text_of
@@ -96,7 +101,7 @@ def write_checkpoint(
     tag = ranks.from_rank_zero(float(secrets.randbits(40)))
     draft = run_dir / f"ckpt.tmp-{version}-{int(tag):010x}"
     no_draft = _failure_of(partial(draft.mkdir, parents=True, exist_ok=True))
-    entries, failure = _write_mine(draft, tensors, ranks, blobs if ranks.rank == 0 else {})
+    entries, failure = _write_rank_shards(draft, tensors, ranks, blobs if ranks.rank == 0 else {})
     _agree(no_draft or failure, draft, version, ranks)
     files = _gather_entries(entries, ranks, blobs)
     collect(draft, [_shard_name(rank, ranks.mesh.world) for rank in range(ranks.mesh.world)], ranks)
@@ -105,7 +110,7 @@ def write_checkpoint(
         body = {"format": FORMAT, "version": version, "world": ranks.mesh.world, "files": files, "extra": dict(extra)}
         failure = _failure_of(lambda: write_durably(draft / "manifest.json", _manifest_bytes(body)))
     _agree(failure, draft, version, ranks)
-    if ranks.maximum(float(lock is not None and not lock.still_mine())):
+    if ranks.maximum(float(lock is not None and not lock.is_owner())):
         raise RunLockedError(f"version {version} was not saved: a newer learner owns {run_dir}; this one must end")
     if ranks.rank == 0:
         failure = _failure_of(lambda: _publish(draft, final))
@@ -178,7 +183,7 @@ def prune(run_dir: Path, *, num_keep: int, newest: int) -> None:
             log.warning("%s is not needed any more and was not removed: %s", path, failure)
 
 
-def _write_mine(
+def _write_rank_shards(
     draft: Path, tensors: Iterable[tuple[str, Tensor]] | Copied, ranks: Ranks, blobs: Mapping[str, bytes]
 ) -> tuple[list[tuple[int, bytes]], Exception | None]:
     """Sizes and digests of this rank's files, or the error."""
@@ -297,3 +302,80 @@ def _digest(path: Path) -> bytes:
 
 def _shard_name(rank: int, world: int) -> str:
     return f"rank-{rank:05d}-of-{world:05d}.safetensors"
+
+
+PIECE_BYTES = 64 << 20
+
+
+def collect(draft: Path, names: Sequence[str], ranks: Ranks) -> None:
+    """Bring every rank's file to rank 0, if it does not see them; `names` are in the order of ranks."""
+    missing = ranks.rank == 0 and not all((draft / name).exists() for name in names)
+    if ranks.mesh.world == 1 or not ranks.from_rank_zero(float(missing)):
+        return
+    errors = [_send(draft / name, source, ranks, takes=missing) for source, name in enumerate(names) if source]
+    if ranks.rank:
+        shutil.rmtree(draft)
+    _raise_together(errors, draft, ranks)
+
+
+def distribute(folder: Path, ranks: Ranks) -> None:
+    """Give rank 0's checkpoint to every rank that does not see it; an older one of the same name is replaced."""
+    if ranks.mesh.world == 1:
+        return
+    names = sorted(path.name for path in folder.iterdir()) if ranks.rank == 0 else []
+    stamp = ranks.bytes_from_rank_zero(_stamp(folder))
+    names = json.loads(ranks.bytes_from_rank_zero(json.dumps(names).encode()))
+    lacks = _stamp(folder) != stamp
+    if not ranks.maximum(float(lacks)):
+        return
+    if lacks:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    _raise_together([_send(folder / name, 0, ranks, takes=lacks) for name in names], folder, ranks)
+
+
+def _stamp(folder: Path) -> bytes:
+    manifest = folder / "manifest.json"  # it has the digests of all files
+    return xxhash.xxh3_128_digest(manifest.read_bytes()) if manifest.exists() else b""
+
+
+def _raise_together(errors: Sequence[OSError | None], folder: Path, ranks: Ranks) -> None:
+    mine = next((error for error in errors if error is not None), None)
+    if ranks.maximum(float(mine is not None)):
+        raise CheckpointError(
+            f"{folder.name} was not passed between machines ({mine or 'another rank could not write'}): check the "
+            "space in the run directory of each"
+        )
+
+
+def _send(path: Path, source: int, ranks: Ranks, *, takes: bool) -> OSError | None:
+    """One file, piece by piece, from rank `source` to all; kept where `takes`. Returns what went wrong meanwhile."""
+    sends, failure = ranks.rank == source, None
+    num_bytes = int(ranks.maximum(float(path.stat().st_size if sends else 0)))
+    draft = path.with_name(f"{path.name}.tmp-{ranks.rank}")  # two ranks of one machine may lack the same file
+    with ExitStack() as files:
+        file: IO[bytes] | None = None
+        if sends or takes:
+            file = files.enter_context(open(path if sends else draft, "rb" if sends else "wb"))
+        for start in range(0, num_bytes, PIECE_BYTES):
+            piece = torch.empty(min(PIECE_BYTES, num_bytes - start), dtype=torch.uint8, device=ranks.device)
+            if sends and file is not None:
+                piece.copy_(torch.from_numpy(np.frombuffer(file.read(len(piece)), dtype=np.uint8).copy()))
+            with ranks.activity.in_collective("broadcast"):
+                dist.broadcast(piece, src=source, group=ranks.group)
+            if takes and file is not None and failure is None:
+                failure = _write(file, piece)
+        if takes and file is not None and failure is None:
+            file.flush()
+            os.fsync(file.fileno())
+    if takes and failure is None:
+        os.replace(draft, path)
+    return failure
+
+
+def _write(file: IO[bytes], piece: torch.Tensor) -> OSError | None:
+    try:
+        file.write(piece.cpu().numpy().tobytes())
+    except OSError as error:  # the others are in the next broadcast: this rank must be, too
+        return error
+    return None

@@ -27,13 +27,13 @@ class RunLock:
     learner_epoch: int
     _lock: IO[bytes] = field(repr=False)
 
-    def still_mine(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether no newer learner has taken the run since."""
         return _read_epoch(self.run_dir) == self.learner_epoch
 
     def check(self) -> None:
         """Raise `RunLockedError` if a newer learner has taken the run: call it before anything becomes visible."""
-        if not self.still_mine():
+        if not self.is_owner():
             raise RunLockedError(
                 f"{self.run_dir}/EPOCH is {_read_epoch(self.run_dir)}, this learner has epoch {self.learner_epoch}: a "
                 "newer learner owns the run; this one must end without writing."

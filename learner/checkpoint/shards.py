@@ -97,7 +97,7 @@ class Block:
     part: Tensor
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Block:
+    def from_tensor(cls, tensor: Tensor) -> Block:
         return cls(local_box(tensor), tuple(tensor.shape), local_part(tensor).contiguous())
 
 
@@ -116,7 +116,7 @@ def copied(tensors: Iterable[tuple[str, Tensor]], ranks: Ranks) -> Copied:
     for key, tensor in tensors:
         if not ranks.owns(tensor):
             continue
-        block = Block.of(tensor.detach())
+        block = Block.from_tensor(tensor.detach())
         cuda = cuda or block.part.is_cuda
         target = torch.empty(block.part.shape, dtype=block.part.dtype, pin_memory=block.part.is_cuda)
         target.copy_(block.part, non_blocking=True)
@@ -160,7 +160,9 @@ def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]] | Copied, ran
     held = isinstance(tensors, Copied)
     parts: dict[str, Tensor] = dict(tensors.generators if held else generator_states())
     boxes: dict[str, Any] = {}
-    own = tensors.blocks if held else ((key, Block.of(tensor)) for key, tensor in tensors if ranks.owns(tensor))
+    own = tensors.blocks if held else (
+        (key, Block.from_tensor(tensor)) for key, tensor in tensors if ranks.owns(tensor)
+    )
     for key, block in own:
         if math.prod(block.whole) and 0 in block.box.shape:
             continue  # this rank got no rows of a small tensor

@@ -13,8 +13,7 @@ import numpy as np
 from streamrl.errors import ContentError
 from streamrl.messages import TO_HUB, Group, GroupOrigin, Member, MemberStatus
 from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
-from streamrl.messages.sampled_sets import sets_of
-from streamrl.messages.validate import check_mask, check_spans
+from streamrl.messages.validate import check_mask, check_spans, sets_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

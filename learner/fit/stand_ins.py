@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from learner.data.layout import PackedLayout
-from learner.model.attention.blocks import attend_in_blocks
-from streamrl.architectures.masks import MaskRule
+from learner.model.attention.kernels import attend_in_blocks
+from streamrl.architectures.attention import MaskRule
 from streamrl.config.schema import LoraBase
 
 QUANTIZED_BYTES = {LoraBase.int8: 1.0, LoraBase.nf4: 0.5 + (1 + 4 / 256) / 64}
@@ -73,7 +73,7 @@ class _MadeWhole(torch.autograd.Function):
 
 
 def quantize(model: Any, how: LoraBase) -> None:
-    """Replace the layers that `learner.model.adapter.quantize` would."""
+    """Replace the layers that `learner.model.adapter.lora` would."""
     head = model.get_output_embeddings()
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and layer is not head:

@@ -16,7 +16,7 @@ from streamrl.config.eval_sets import eval_sets, splits
 from streamrl.config.load import to_plain
 from streamrl.config.rules import eval_sampling, lag_rule, largest_max_lag
 from streamrl.messages import MAX_SEQUENCES, Limits, Lineage, Sampling
-from streamrl.messages.sampled_sets import is_truncated
+from streamrl.messages.validate import is_truncated
 from streamrl.stream.records import RunStarted
 
 OUTBOX_GROUPS = 1024

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from learner.audit.audit import Audit
-from learner.checkpoint.checkpoints import Checkpoints
+from learner.checkpoint.saving import Checkpoints
 from learner.control.staleness import StalenessControl
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess
 from learner.loop.evaluations import Evaluations
 from learner.loop.steering import Steering
-from learner.model.adapter.base import AdapterOf
-from learner.model.gradients import BatchResult
+from learner.model.adapter.lora import AdapterOf
+from learner.model.optimizer import BatchResult
 from learner.objective.plan import BatchPlan
 from learner.objective.statistics.step import StepStatistics, TrainedBatch
 from learner.publish.versions import Versions

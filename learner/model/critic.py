@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from learner.checkpoint.shards import ShardReader, read_training_tensors, reshard, training_tensors
 from learner.data.packing import MicroBatch
-from learner.model.gradients import optimizer_step
-from learner.model.optimizer import Schedule
+from learner.model.optimizer import Schedule, optimizer_step
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import dueling_q, value_loss
 

@@ -28,11 +28,9 @@ from learner.checkpoint.model_files import (
 )
 from learner.data.layout import PackedLayout, make_layout
 from learner.data.token_sets import TokenSets
-from learner.model.attention.choice import choose_attention
-from learner.model.attention.context import AXIS
-from learner.model.attention.packed import ATTENTION, decoder_of, packed_states, registered
-from learner.model.scoring.logit_rule import PLAIN, LogitRule
-from learner.model.scoring.logprob_head import inspect_tokens, mass_below, score_tokens
+from learner.model.attention.kernels import choose_attention
+from learner.model.attention.packed import ATTENTION, AXIS, decoder_of, packed_states, registered
+from learner.model.scoring.logprobs import PLAIN, LogitRule, inspect_tokens, mass_below, score_tokens
 from learner.model.scoring.self_check import NotExact, prepare, why_not_shared
 from learner.model.tensor_parallel import split_model
 from learner.ranks.mesh import Ranks
@@ -78,7 +76,7 @@ class Policy(nn.Module):
         self.shares_prompts = False
         """Sequences may be packed with their common beginning once (`learner.data.packing.pack(share=True)`)."""
         self.attention = "sdpa"
-        """The kind of `learner.model.attention.choice.ATTENTIONS` that it computes with."""
+        """The kind of `learner.model.attention.kernels.ATTENTIONS` that it computes with."""
 
     def forward(
         self,
@@ -155,7 +153,7 @@ def load_policy(
         gradient_checkpointing: recompute each layer's activations in the backward pass.
         chunk_tokens: tokens whose logits exist at once.
         max_tokens: of the run's longest sequence; it decides between the frequencies of a longrope model.
-        attention: "auto" or a kind of `learner.model.attention.choice.ATTENTIONS`.
+        attention: "auto" or a kind of `learner.model.attention.kernels.ATTENTIONS`.
         share_prompts: find out whether a common beginning of sequences may be packed once (`Policy.shares_prompts`).
         compile_with: a backend of torch.compile for every decoder layer; None compiles nothing.
         adapt: changes its layers, before they are sharded.

@@ -2,26 +2,198 @@
 
 `prepare_tiny_model` is what the quickstart calls. It writes an ordinary Hugging Face checkpoint (config.json,
 model.safetensors, tokenizer files), so that nothing downstream knows that the model is a toy.
+
+The start trains on the task, then on answers with errors, so that there is work to do. One reward a sequence carries
+too few bits to teach a model the half of an algorithm that it does not know. A model that knows it and errs is like
+what large models bring to reinforcement learning: right answers are among its samples, and the reward has to make them
+likely. So the second phase trains on answers whose letters move to the next letter of the alphabet at random, until the
+greedy answer is right only as often as asked for.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from learner.data.dialogues import task_dialogues
-from learner.model.warm_start import Progress, save_model, warm_start
+from learner.data.dialogues import Dialogue, task_dialogues
 from streamrl.environment import Task
 from streamrl.errors import ConfigError
+
+Progress = Callable[[str], None]
+Row = tuple[list[int], list[bool]]
+"""Token ids and whether each is trained on."""
+
+TRAINED_SHARE = 0.98
+"""The first phase ends early at this share of exact answers, as a mean over eight fresh batches."""
+ERROR_PROBABILITY = 0.6
+"""Per letter. Above one half, so that the greedy answer must go wrong if this went on for long."""
+MAX_ERROR_STEPS = 200
+ERROR_LR_SCALE = 0.1
+"""Of the first phase's learning rate: the skill must survive the second."""
+NUM_HELD_OUT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """Steps of both phases, the last loss of the first in nats a token, and greedy exact match at the end."""
+
+    num_steps: int
+    num_error_steps: int
+    loss: float
+    exact_match: float
+
+
+def warm_start(
+    model_dir: Path | str, dialogues: Sequence[Dialogue], *, num_steps: int, lr: float = 4e-3, batch_size: int = 64,
+    stop_at: float = 0.3, seed: int = 0, num_threads: int = 1, progress: Progress = lambda _: None,
+) -> WarmStart:
+    """Train the checkpoint in place on texts; the loss has the model's tokens only.
+
+    Args:
+        dialogues: prompt, answer and perhaps more turns of both sides; the model has the last. They are
+            taken in order, read again from the start when they run out; the last 256, or a fifth, are held out.
+        num_steps: most steps of the first phase.
+        lr: of AdamW, after 20 steps of warm-up; falls to zero over the second half of `num_steps`.
+        stop_at: held-out greedy exact match to end with; 1.0 leaves the second phase out.
+        num_threads: of torch, for the time of this call.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, trust_remote_code=False)
+        trainer = WarmStartTrainer(model, tokenizer, dialogues, batch_size, progress)
+        steps, loss = trainer.fit(num_steps, lr)
+        error_steps = trainer.inject_errors(lr * ERROR_LR_SCALE, stop_at, random.Random(seed))
+        result = WarmStart(steps, error_steps, loss, trainer.exact_match())
+    finally:
+        torch.set_num_threads(threads_before)
+    save_model(model, model_dir)
+    progress(f"warm start: done after {steps} steps and {error_steps} with injected errors, exact match "
+             f"{result.exact_match:.2f}")
+    return result
+
+
+def save_model(model: Any, out_dir: Path | str) -> None:
+    """`save_pretrained`, which would write nothing on any rank but the first: each machine has a copy of its own."""
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    model.save_pretrained(out_dir)
+
+
+class WarmStartTrainer:
+    """Both phases over one model."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, dialogues: Sequence[Dialogue], batch_size: int, progress: Progress
+    ) -> None:
+        num_held_out = min(NUM_HELD_OUT, max(1, len(dialogues) // 5))
+        self.model, self.tokenizer, self.progress = model, tokenizer, progress
+        self.dialogues = dialogues[:-num_held_out] or dialogues
+        self.held_out = [self.encode(dialogue) for dialogue in dialogues[-num_held_out:]]
+        self.letters = sorted({letter for dialogue in dialogues for answer in dialogue[1::2] for letter in answer})
+        self.batch_size, self.position = batch_size, 0
+
+    def fit(self, num_steps: int, lr: float) -> tuple[int, float]:
+        """Steps done and the last loss."""
+        optimizer = self.optimizer(lr)
+        recent: list[float] = []
+        loss, step = 0.0, 0
+        for step in range(1, num_steps + 1):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min(1.0, step / 20, 2 * (num_steps - step + 1) / num_steps)
+            # Scored before it is learned from, so a batch that was not read before is an honest test.
+            loss, exact = self.step(optimizer, [self.encode(dialogue) for dialogue in self.next_dialogues()])
+            recent = [*recent[-7:], exact]
+            share = sum(recent) / len(recent)
+            if step % 50 == 0:
+                self.progress(f"warm start: step {step}, loss {loss:.3f}, exact match {share:.2f}")
+            if len(recent) == 8 and share >= TRAINED_SHARE:
+                break
+        return step, loss
+
+    def inject_errors(self, lr: float, stop_at: float, rng: random.Random) -> int:
+        """Steps done until the held-out exact match is no more than `stop_at`."""
+        if stop_at < 1:
+            self.progress(f"warm start: injecting errors, until exact match is about {stop_at:.2f}")
+        optimizer = self.optimizer(lr)
+        for step in range(MAX_ERROR_STEPS):
+            if self.exact_match() <= stop_at:
+                return step
+            corrupted = [self.corrupt(dialogue, rng) for dialogue in self.next_dialogues()]
+            self.step(optimizer, [self.encode(dialogue) for dialogue in corrupted])
+        return MAX_ERROR_STEPS
+
+    def corrupt(self, dialogue: Dialogue, rng: random.Random) -> Dialogue:
+        return tuple(self.corrupt_answer(text, rng) if i % 2 else text for i, text in enumerate(dialogue))
+
+    def corrupt_answer(self, answer: str, rng: random.Random) -> str:
+        following = dict(zip(self.letters, [*self.letters[1:], self.letters[0]], strict=True))
+        return "".join(following[letter] if rng.random() < ERROR_PROBABILITY else letter for letter in answer)
+
+    def optimizer(self, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(self, optimizer: torch.optim.Optimizer, rows: list[Row]) -> tuple[float, float]:
+        logits, labels = self.forward(rows)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        optimizer.step()
+        return float(loss.detach()), _exact_share(logits, labels)
+
+    @torch.no_grad()
+    def exact_match(self) -> float:
+        return _exact_share(*self.forward(self.held_out))
+
+    def forward(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
+        """Logits [B, T-1, A] and labels [B, T-1], -100 on padding and on what the model did not say."""
+        width = max(len(ids) for ids, _ in rows)
+        input_ids = torch.full((len(rows), width), self.tokenizer.pad_token_id)
+        labels = torch.full((len(rows), width), -100)
+        for row, (ids, trained) in enumerate(rows):
+            input_ids[row, : len(ids)] = torch.tensor(ids)
+            labels[row, : len(ids)] = torch.where(torch.tensor(trained), torch.tensor(ids), -100)
+        # Right padding needs no attention mask: no position with a label looks ahead.
+        return self.model(input_ids=input_ids, use_cache=False).logits[:, :-1], labels[:, 1:]
+
+    def next_dialogues(self) -> list[Dialogue]:
+        chosen = [self.dialogues[(self.position + i) % len(self.dialogues)] for i in range(self.batch_size)]
+        self.position += self.batch_size
+        return chosen
+
+    def encode(self, dialogue: Dialogue) -> Row:
+        ids: list[int] = []
+        trained: list[bool] = []
+        for position, text in enumerate(dialogue):
+            if position % 2:
+                part = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+            else:  # the tiny model's template renders each message by itself
+                message = [{"role": "user", "content": text}]
+                opened = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+                part = self.tokenizer.encode(opened, add_special_tokens=False)
+            ids += part
+            trained += [position % 2 == 1] * len(part)
+        return ids, trained
+
+
+def _exact_share(logits: Tensor, labels: Tensor) -> float:
+    """All argmax tokens right under teacher forcing is the same as the greedy answer being right."""
+    right = (logits.argmax(-1) == labels) | (labels == -100)
+    return float(right.all(-1).float().mean())
+
 
 PAD, EOS, SEPARATOR, UNKNOWN = "<pad>", "<eos>", "<sep>", "<unk>"
 MAX_VOCABULARY = 1024

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from learner.model.adapter.lora import adapter_parameters, base_tensors, save_adapter, scale_of
-from learner.model.adapter.quantize import Dequantized
+from learner.model.adapter.lora import Dequantized, adapter_parameters, base_tensors, save_adapter, scale_of
 from learner.model.critic import Critic
 from learner.model.critic_network import VALUE_HEAD
 from learner.model.parameters import policy_tensors, travels_as

@@ -15,7 +15,7 @@ import numpy as np
 
 from learner.data.trajectories import Trajectory
 from streamrl.messages import EVAL_BIT
-from streamrl.messages.draws import draw_key, mix64
+from streamrl.messages.seeding import draw_key, mix64
 from streamrl.metrics.samples import Sample, SampleTokens, Turn
 
 _MEMBERS, _EVALS = 0x5A3E, 0x5A3F  # streams of their own: the seed also decides what is sampled

@@ -20,7 +20,7 @@ from learner.record.drafts import Draft, draft, draw_groups, draw_member, draw_p
 from streamrl.config.schema import SamplesConfig
 from streamrl.errors import WireError
 from streamrl.messages import BatchShare, EvalResult, KeptGroup
-from streamrl.messages.draws import draw_key
+from streamrl.messages.seeding import draw_key
 from streamrl.metrics.samples import TRAINED, Sample, SampleFile
 
 log = logging.getLogger("streamrl.learner")

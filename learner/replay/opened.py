@@ -19,7 +19,7 @@ from learner.control.staleness import StalenessControl
 from learner.data.trajectories import TrajectoryReader
 from learner.loop.retrain import Retrained, retrain
 from learner.loop.steering import Steering
-from learner.model.adapter.base import AdapterOf
+from learner.model.adapter.lora import AdapterOf
 from learner.model.config_file import policy_vocab_size
 from learner.objective.plan import BatchPlan
 from learner.objective.statistics.step import StepStatistics

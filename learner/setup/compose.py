@@ -13,10 +13,8 @@ from pathlib import Path
 import torch
 
 from learner.audit.audit import Audit
-from learner.checkpoint.checkpoints import Checkpoints
-from learner.checkpoint.retries import SaveRetries
 from learner.checkpoint.run_lock import RunLock
-from learner.checkpoint.saving import Saving
+from learner.checkpoint.saving import Checkpoints, SaveRetries, Saving
 from learner.control.staleness import StalenessControl
 from learner.data.trajectories import TrajectoryReader
 from learner.hub.shared.settings import HubSettings
@@ -191,7 +189,7 @@ def _make_checkpoints(run: Run, given: Inputs) -> Checkpoints:
     config, trainer = run.config, run.trainer
     saving = Saving(
         run.run_dir, run.hub, run.ranks, num_keep=config.checkpoint.num_keep, lock=given.lock,
-        beside=background_of(config.checkpoint.beside_training, run.ranks, "checkpoint"),
+        background=background_of(config.checkpoint.beside_training, run.ranks, "checkpoint"),
         version=given.past.version if given.past.checkpoint is not None else -1,
     )
     moves = bool(config.reference.sync_every_steps)

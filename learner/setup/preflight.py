@@ -66,7 +66,7 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
     if config.launch.num_actors and ":" in config.actors.engine:
         import_attribute(config.actors.engine, setting="actors.engine")
     if config.policy.lora.base_quantization is not LoraBase.none:
-        from learner.model.adapter.quantize import check_quantization
+        from learner.model.adapter.lora import check_quantization
 
         check_quantization(config.policy.lora.base_quantization)
     check_models(config, notify)
@@ -239,7 +239,7 @@ def check_models(config: Config, notify: Callable[[str], None]) -> None:
     for setting, path in _folders(config).items():
         model_config(path, setting=setting)
     if config.distill.teacher is not None and config.policy.model_path is not None:  # a tiny model is made later
-        from learner.model.teacher.load import check_teacher
+        from learner.model.teacher import check_teacher
 
         temperature = config.rollout.train.sampling.temperature
         check_teacher(config.distill.teacher, Path(config.policy.model_path), temperature=temperature)

@@ -16,16 +16,14 @@ from learner.control.staleness import StalenessControl
 from learner.data.selection import LeaveOut
 from learner.hub_client.settings import answer_limit
 from learner.loop.steering import Steering
-from learner.model.adapter.base import AdapterOf, check_resumed, describe_adapter
-from learner.model.adapter.frozen import FrozenAdapter
-from learner.model.adapter.lora import add_adapter, describe
+from learner.model.adapter.lora import AdapterOf, FrozenAdapter, add_adapter, check_resumed, describe, describe_adapter
 from learner.model.critic_network import build_critic
 from learner.model.networks import Networks
 from learner.model.optimizer import allocate_moments, make_optimizer, make_schedule
 from learner.model.paths import compute_dtype, wire_dtype
 from learner.model.policy import Policy, load_policy, pass_options
 from learner.model.reference import FrozenPolicy, load_reference
-from learner.model.teacher.load import load_teacher
+from learner.model.teacher import load_teacher
 from learner.objective.kl_options import needs_reference
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective

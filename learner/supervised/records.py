@@ -3,25 +3,184 @@
     {"messages": [..., {"role": "assistant", "content": ...}]}                     every answer in it is learned
     {"prompt": text or messages, "completion": text or messages}                   also: response, answer, ...
     {"prompt": ..., "chosen": text or messages, "rejected": ..., "margin": 0.5}    the last two may hold the whole
+
+`Encoder` gives the ids of a model's chat template, and which of them the assistant says. The ids are those of the whole
+rendering. A template may cut, strip or move what it renders, so the place of an answer is found by rendering the
+conversation with a mark in its place: both texts are the same before and after it. To the answer belong what the
+template writes between its header and the answer, and the special token that ends the turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoTokenizer
 
+from envs.data.chat_template import Form, Tools, plain_text, rendered, template_forms, template_text
 from envs.data.shapes import ANSWER_KEYS, MISSING, RecordShape, conversation, lookup, shown, shown_fields, tool_schemas
 from envs.data.shapes import turns as messages_of
 from learner.data.trajectories import Trajectory
-from learner.supervised.rendering import Encoded
 from streamrl.config.schema import DataConfig
-from streamrl.environment import ChatMessage, Record
+from streamrl.environment import SYSTEM_ROLES, THOUGHTS, ChatMessage, Record
 from streamrl.errors import ConfigError, TaskError
+
+_MARK = "\ue0f0mark\ue0f1"
+Encoded = tuple[np.ndarray, np.ndarray]
+"""int32 [N] token ids, and bool [N] which of them are trained on."""
+
+
+class Encoder:
+    """Encodes conversations with the tokenizer of a model, by the settings of `data`.
+
+    Raises ConfigError: its tokenizer does not tell which characters a token stands for.
+    """
+
+    def __init__(self, model_dir: Path, data: DataConfig) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        if not self.tokenizer.is_fast:
+            raise ConfigError(
+                f"policy.model_path={model_dir}: its tokenizer does not tell which text a token stands for; save it as "
+                "a fast one (tokenizer.json)"
+            )
+        if data.chat_template is not None:
+            self.tokenizer.chat_template = data.chat_template
+        self._roles = frozenset(data.train_roles)
+        if not self._roles or self._roles - {"assistant", "tool", "user", "system"}:
+            raise ConfigError(
+                f"data.train_roles={data.train_roles} must name one or more of assistant, tool, user, system"
+            )
+        self._system_prompt = data.system_prompt
+        self._template = template_text(self.tokenizer) if data.apply_chat_template else ""
+        self.chat = bool(self._template)
+
+    def encode(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> Encoded:
+        """Ids and mask of a conversation. Raises TaskError: the template refuses it."""
+        if self._system_prompt is not None and messages[0].role not in SYSTEM_ROLES:
+            messages = [ChatMessage("system", self._system_prompt), *messages]
+        if not self.chat:
+            return self._encode_plain(messages)
+        text, spans = self.render(messages, tools)
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, mask = np.array(found["input_ids"], np.int32), np.zeros(len(found["input_ids"]), bool)
+        starts, ends = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
+        for first, last in spans:
+            mask |= (starts < last) & (ends > first)
+        mask[:1] = False  # nothing predicts it
+        return ids, mask
+
+    def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> tuple[str, list[tuple[int, int]]]:
+        """The whole text, and first and last character (exclusive) of what is trained on of each turn."""
+        forms = template_forms(messages, self._template)
+        text, spans, done = self._rendered(forms, tools), [], 0
+        for at, message in enumerate(messages):
+            if message.role in self._roles:
+                spans.append(self._span(text, forms, at, tools, done))
+                done = spans[-1][1]
+        return text, spans
+
+    def _span(self, text: str, messages: list[Form], at: int, tools: Tools, done: int) -> tuple[int, int]:
+        before, message = messages[:at], _marked(messages[at])
+        other = self._rendered([*before, message, *messages[at + 1 :]], tools)
+        if _MARK not in other:
+            raise TaskError(
+                f"the chat template leaves out message {at + 1}, of {messages[at]['role']}: give another with "
+                "data.chat_template"
+            )
+        first = len(os.path.commonprefix([text, other]))
+        last = max(first, len(text) - len(os.path.commonprefix([text[::-1], other[::-1]])))
+        alone = self._rendered([*before, message], tools)
+        header = self._header(before, tools) if messages[at]["role"] == "assistant" else ""
+        begun = text.rfind(header, done, first) if header else -1
+        if begun >= 0:
+            first = begun + len(header)
+        elif message.get("tool_calls"):
+            first = max(done, first - self._num_opening(text[:first], alone, before, tools))
+        return first, last + self._num_closing(text[last:], alone.rpartition(_MARK)[2], calls=message.get("tool_calls"))
+
+    def _num_opening(self, text: str, alone: str, before: list[Form], tools: Tools) -> int:
+        """The number of characters, at the end of this text, that the template writes before the name of a call.
+
+        An answer without calls in the place of the calls has the same text before it.
+        """
+        bare = self._rendered([*before, {"role": "assistant", "content": _MARK}], tools)
+        opening = alone[len(os.path.commonprefix([alone, bare])) :].partition(_MARK)[0]
+        return len(opening) if text.endswith(opening) else 0
+
+    def _num_closing(self, text: str, alone: str, *, calls: Any) -> int:
+        """The number of characters with which the model ends its turn, after the last that differs by what it says.
+
+        Args:
+            text: all that follows in the conversation.
+            alone: all that follows where the conversation ends here: the token that ends a turn, not the header of the
+                next one, also stands there.
+        """
+        tokens = [*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()]
+        if not calls:
+            return max((len(one) for one in tokens if text.startswith(one) and alone.startswith(one)), default=0)
+        same = os.path.commonprefix([text, alone])  # arguments, the end of the call, and of the turn
+        end = self.tokenizer.eos_token
+        if end and end in same:
+            return same.index(end) + len(end)
+        ends = [same.rfind(one) + len(one) for one in tokens if one in same]
+        return max(ends, default=len(same.rstrip()))
+
+    def _header(self, before: list[Form], tools: Tools) -> str:
+        """The template's opening of the assistant's turn, of which the model knows nothing but that it is there."""
+        try:
+            open_, closed = (
+                self._rendered(before, tools, add_generation_prompt=asked) for asked in (True, False)
+            )
+        except TaskError:
+            return ""  # a conversation that begins with the assistant
+        return open_[len(closed) :] if open_.startswith(closed) else ""
+
+    def _rendered(self, messages: list[Form], tools: Tools, **options: Any) -> str:
+        try:
+            return rendered(self.tokenizer, messages, tools, **options)
+        except Exception as error:  # a template raises what it likes
+            raise TaskError(
+                f"the chat template refuses the {len(messages)} messages ({error}): change them, or give another "
+                "template with data.chat_template"
+            ) from error
+
+    def _encode_plain(self, messages: Sequence[ChatMessage]) -> Encoded:
+        """Contents without a template, joined by line breaks; an answer ends with the end of sequence."""
+        ids: list[int] = []
+        mask: list[bool] = []
+        end = [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
+        for message, following in zip(messages, [*messages[1:], None], strict=True):
+            said = message.role == "assistant"
+            trained = message.role in self._roles
+            joined = not said and following is not None and following.role != "assistant"
+            part = self.tokenizer(plain_text(message) + "\n" * joined, add_special_tokens=False)["input_ids"]
+            part += end if said and part[-1:] != end else []
+            ids += part
+            mask += [trained] * len(part)
+        mask[:1] = [False] * len(mask[:1])
+        return np.array(ids, np.int32), np.array(mask, bool)
+
+
+def _marked(message: Form) -> Form:
+    """The message with marks in place of what it says; arguments of calls follow their names."""
+    marked = {
+        key: _MARK for key in ("content", *THOUGHTS)
+        if message.get(key) or (key == "content" and not message.get("tool_calls"))
+    }
+    if message.get("tool_calls"):
+        marked["tool_calls"] = [_with_name(call, _MARK) for call in message["tool_calls"]]
+    return {**message, **marked}
+
+
+def _with_name(call: Form, name: str) -> Form:
+    return {**call, "function": {**call["function"], "name": name}} if "function" in call else {**call, "name": name}
+
 
 COMPLETION_KEYS = ("completion", "response", "output", *ANSWER_KEYS)
 

@@ -19,17 +19,21 @@ import torch
 from envs.data.dataset import Dataset, open_dataset
 from envs.data.mixture import Mixture
 from envs.data.shapes import tool_schemas
-from learner.checkpoint.checkpoints import Checkpoints
 from learner.checkpoint.resume import ResumeState, find_resume_state
-from learner.checkpoint.retries import SaveRetries
 from learner.checkpoint.run_lock import lock_run_dir
-from learner.checkpoint.saving import Saving
+from learner.checkpoint.saving import Checkpoints, SaveRetries, Saving
 from learner.checkpoint.shards import reshard, training_tensors
 from learner.data.packing import MicroBatch, equalize, pack
 from learner.data.trajectories import Trajectory
-from learner.model.adapter.base import AdapterOf, check_resumed, describe_adapter
-from learner.model.gradients import BatchResult, optimizer_step, reduce_gradients
-from learner.model.optimizer import Schedule, make_optimizer, make_schedule
+from learner.model.adapter.lora import AdapterOf, check_resumed, describe_adapter
+from learner.model.optimizer import (
+    BatchResult,
+    Schedule,
+    make_optimizer,
+    make_schedule,
+    optimizer_step,
+    reduce_gradients,
+)
 from learner.model.paths import compute_dtype, wire_dtype
 from learner.publish.export import export_model, used_template
 from learner.ranks.clock import StepClock
@@ -41,10 +45,8 @@ from learner.setup.preflight import check_folders, template_text
 from learner.setup.publishing import background_of
 from learner.setup.trainer import load_networks
 from learner.sources.skipped import SkippedSteps
-from learner.supervised.methods import Dpo, Method, RewardModel, Sft
-from learner.supervised.records import places_of, shape_of
-from learner.supervised.rendering import Encoder
-from learner.supervised.reward_network import export_reward_model, load_reward_network
+from learner.supervised.methods import Dpo, Method, RewardModel, Sft, export_reward_model, load_reward_network
+from learner.supervised.records import Encoder, places_of, shape_of
 from streamrl.config.schema import Config, OnBadRecord
 from streamrl.errors import ConfigError, TaskError
 from streamrl.metrics.meter import Meter
@@ -310,7 +312,7 @@ def build_run(
     )
     saving = Saving(
         run_dir, NoHub(), ranks, num_keep=config.checkpoint.num_keep, lock=lock,
-        beside=background_of(config.checkpoint.beside_training, ranks, "checkpoint"),
+        background=background_of(config.checkpoint.beside_training, ranks, "checkpoint"),
         version=past.version if past.checkpoint is not None else -1,
     )
     resources.callback(saving.close)

@@ -27,7 +27,7 @@ ENGINES = {
     "native": "actors.engines.native.engine:NativeEngine",
     "vllm": "actors.engines.vllm.adapters:vllm_engine",
 }
-"""Engine of actors by name -> its factory, which `actors.engines.registry` imports; nothing here does."""
+"""Engine of actors by name -> its factory, which `actors.engines.base` imports; nothing here does."""
 
 SMALLEST_VLLM_CPU_HEAD = 32
 """Its attention on a CPU takes no smaller head size."""

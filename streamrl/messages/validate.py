@@ -16,7 +16,10 @@ its own (`ContentError.check`):
     logprob_off_mask    not exactly 0.0 where the token is no action
     mask_ranges         ranges not sorted, disjoint, non-empty, inside  (`version_ranges`, `turn_ranges` likewise)
     version_cover       an action token without a version               (`turn_cover` likewise)
-    set_missing, set_length, set_ids, set_token     of the ids that tokens were drawn from (see `sampled_sets`)
+    set_missing         truncated sampling without sets of ids, or sets of the whole distribution
+    set_length          not one size for each action token, or not as many ids as the sizes say
+    set_ids             an id outside the vocabulary, or a set that is not ascending or empty
+    set_token           a set without the token that was drawn
     no_action_tokens    nothing to train on, and not aborted
     response_too_long   more action tokens than the hub allows
     too_many_tokens     more tokens of any kind, all prompts included, than the learner can train; not of evaluations
@@ -27,6 +30,12 @@ its own (`ContentError.check`):
     reward_size         beyond MAX_MAGNITUDE                            (`turn_reward_size`, `score_size` likewise)
     score_name          a score's name is empty or not printable
     agents              not one name for each sequence, or one that is not printable
+
+Where top-p, top-k or min-p cut the distribution off, a member names the ids that each action token was drawn from. The
+learner's log-probs are of the distribution over the same ids, so that a ratio at lag 0 is 1. The form of `Member.sets`:
+
+    u16 little-endian   size of each action token's set, in the order of the tokens
+    then                the ids of all sets, ascending in each: u16 if all of them fit, else u32
 """
 
 from __future__ import annotations
@@ -44,7 +53,61 @@ from msgspec import Struct
 from streamrl.errors import ContentError
 from streamrl.messages import EVAL_BIT, Group, Limits, Member, MemberStatus, Outcome, Sampling, Span, Turn, VersionRef
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
-from streamrl.messages.sampled_sets import sets_of
+
+LARGEST_SET = (1 << 16) - 1
+
+
+def is_truncated(sampling: Sampling) -> bool:
+    """Whether tokens were drawn from a part of the vocabulary."""
+    return sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
+
+
+def pack_sets(sets: Sequence[np.ndarray]) -> bytes:
+    """The sets of a member's action tokens as bytes; of none, no bytes."""
+    if not sets:
+        return b""
+    ids = np.concatenate(sets)
+    sizes = np.array([len(one) for one in sets], dtype="<u2")
+    return sizes.tobytes() + ids.astype("<u2" if ids.max(initial=0) < 1 << 16 else "<u4").tobytes()
+
+
+def unpack_sets(raw: bytes, num_tokens: int, where: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """Sizes [num_tokens] and ids [K], int64. Raises ContentError `set_length`."""
+    sizes = np.frombuffer(raw[: min(2 * num_tokens, len(raw) // 2 * 2)], dtype="<u2").astype(np.int64)
+    count, rest = int(sizes.sum()), raw[2 * num_tokens :]
+    if len(sizes) != num_tokens or not count or len(rest) not in (2 * count, 4 * count):
+        raise ContentError(
+            "set_length",
+            f"{where}: sets of {num_tokens} action tokens are {len(raw)} bytes, with sizes that sum up to {count} ids",
+        )
+    return sizes, np.frombuffer(rest, dtype="<u2" if len(rest) == 2 * count else "<u4").astype(np.int64)
+
+
+def sets_of(group: Group, member: Member, vocab_size: int | None) -> tuple[np.ndarray, np.ndarray] | None:
+    """Sizes and ids of the sets of a member whose mask was checked, or None of the whole distribution.
+
+    Raises:
+        ContentError: a rule above is broken.
+    """
+    cut, where = is_truncated(group.sampling), f"group {group.group_id} member {member.index}"
+    if not member.sets:
+        if cut and member.mask and not group.group_id & EVAL_BIT:
+            raise ContentError("set_missing", f"{where} was drawn with {group.sampling}, and does not say of which ids")
+        return None
+    if not cut:
+        raise ContentError("set_missing", f"{where} names sets of ids and was drawn with {group.sampling}, from all")
+    tokens = np.frombuffer(member.token_ids, dtype="<i4")
+    drawn = np.concatenate([tokens[start:end] for start, end in member.mask])
+    sizes, ids = unpack_sets(member.sets, len(drawn), where)
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    if not sizes.all() or (vocab_size is not None and ids.max() >= vocab_size) or (
+        (np.diff(ids) <= 0) & (np.diff(owner) == 0)
+    ).any():
+        raise ContentError("set_ids", f"{where}: a set is empty, not ascending or not within {vocab_size} ids")
+    if (ids == drawn[owner]).sum() != len(drawn):
+        raise ContentError("set_token", f"{where}: a set does not hold the token that was drawn from it")
+    return sizes, ids
+
 
 MAX_LOGPROB = 1e-4
 """Rounding may lift the log of a probability of one a little above zero, never by more than this."""

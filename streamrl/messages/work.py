@@ -149,7 +149,7 @@ class Member(Message):
     finish: Word
     sequences: Annotated[tuple[SequenceStart, ...], Meta(max_length=MAX_SEQUENCES - 1)] = ()
     sets: bytes = b""
-    """The ids that each action token was drawn from (`sampled_sets`); empty of the whole distribution."""
+    """The ids that each action token was drawn from (`messages.validate`); empty of the whole distribution."""
     agents: Annotated[tuple[Word, ...], Meta(max_length=MAX_SEQUENCES)] = ()
     """The agent that read each sequence, the first one's too; empty where none has a name."""
 

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from learner.model.attention.choice import choose_attention, difference_from_sdpa, why_not
+from learner.model.attention.kernels import choose_attention, difference_from_sdpa, why_not
 
 device, kind = torch.device("cuda", 0), sys.argv[1]
 reason = why_not(kind, device=device, dtype=torch.bfloat16)

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import streamrl.architectures.attend  # noqa: F401  which keeps attention from cuDNN
+import streamrl.architectures.attention  # noqa: F401  which keeps attention from cuDNN
 from actors.engines.native.engine import build_model
 from actors.engines.vllm.process import StagedDocument
 from actors.engines.vllm.worker import Staging
 from actors.weights.probe import first_difference
 from learner.checkpoint.shards import copied
-from learner.model.scoring.logprob_head import score_tokens
+from learner.model.scoring.logprobs import score_tokens
 from learner.publish.publisher import Publisher
 from learner.ranks.background import Background
 from learner.ranks.mesh import Ranks

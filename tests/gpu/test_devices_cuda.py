@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actors.engines.native.forward import wide_logits
-from actors.engines.vllm.gpu import utilization
+from actors.engines.vllm.process import utilization
 from learner.model.optimizer import allocate_moments, make_optimizer
 from learner.model.tiny import make_tiny_model
 from learner.ranks.mesh import Ranks

@@ -16,7 +16,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from learner.data.layout import make_layout
-from learner.model.gradients import optimizer_step
+from learner.model.optimizer import optimizer_step
 from learner.model.policy import load_policy
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.parameters import policy_parameters

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.engines.base import GenerateRequest
 from actors.engines.native.engine import NativeEngine
-from actors.engines.native.weight_sets import checkpoint_tensors
+from actors.engines.native.weights import checkpoint_tensors
 from actors.weights.probe import first_difference
 from streamrl.messages import Sampling, VersionRef
 from streamrl.weights.gpu.device_document import DeviceDocument

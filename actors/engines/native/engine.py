@@ -7,6 +7,7 @@ The asyncio side posts work and awaits futures; everything that touches the mode
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -29,18 +30,46 @@ from actors.engines.base import (
     check_request,
     end_of_sequence_ids,
 )
-from actors.engines.native.adapters import AdapterSets
-from actors.engines.native.answers import Answer, Answers
-from actors.engines.native.attention import ATTENTION_NAME
-from actors.engines.native.forward import Forward
-from actors.engines.native.scheduler import Scheduler, Sequence
+from actors.engines.native.forward import ATTENTION_NAME, Forward
+from actors.engines.native.scheduler import Scheduler, Sequence, StopMatcher, decoder
 from actors.engines.native.self_check import prepare
-from actors.engines.native.stopping import StopMatcher, decoder
-from actors.engines.native.weight_sets import WeightSets, linear_weights
+from actors.engines.native.weights import AdapterSets, WeightSets, linear_weights
 from streamrl.architectures.saved_buffers import keep_buffers_wide
 from streamrl.errors import EngineError, RequestError
 from streamrl.messages import VersionRef
 from streamrl.process_memory import keep_freed_memory
+
+Answer = asyncio.Future[Any]
+
+
+class Answers:
+    """Collected during a turn of the engine's thread, then handed over at once: each waking of a loop is expensive."""
+
+    def __init__(self) -> None:
+        self._ready: list[tuple[Answer, Any]] = []
+
+    def put(self, answer: Answer, outcome: Any) -> None:
+        """Answer with the next `flush`; an exception is raised in the caller."""
+        self._ready.append((answer, outcome))
+
+    def flush(self) -> None:
+        """Wake the callers of everything that was put."""
+        if not self._ready:
+            return
+        ready, self._ready = self._ready, []
+        with contextlib.suppress(RuntimeError):  # the loop is closed: none is awaited
+            ready[0][0].get_loop().call_soon_threadsafe(_settle, ready)
+
+
+def _settle(ready: list[tuple[Answer, Any]]) -> None:
+    for answer, outcome in ready:
+        if answer.done():  # cancelled by its caller
+            continue
+        if isinstance(outcome, BaseException):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+
 
 log = logging.getLogger("streamrl.actor")
 

@@ -1,20 +1,232 @@
-"""The model as the scheduler sees it: tokens in, logits of the wanted positions out."""
+"""The model as the scheduler sees it: tokens in, logits of the wanted positions out.
+
+Running sequences attend over the slot cache, prompts over themselves. The cache is one tensor a layer, one row a slot;
+on a CPU it takes memory as its places are written. Rows 0..n-1 belong to the n running sequences, so a decode step
+reads a plain slice. Values behind a row's length are left over from earlier sequences; masks keep them out.
+
+A forward pass is packed: one row of tokens, first the next token of every running sequence, then whole prompts; prompts
+of one length that follow each other attend in one call. All of a decoder layer but attention works token by token, so
+any architecture that calls its attention through transformers' interface works unchanged. A `PassView`, passed through
+the model as `slot_view`, knows which tokens belong together. What a layer hides beside later tokens (a window, chunks)
+comes from the model's own mask rule (`streamrl.architectures.attention`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 
-from actors.engines.native.adapters import AdapterSets
-from actors.engines.native.attention import PassView, Prompt, SlotCache
-from actors.engines.native.weight_sets import checkpoint_tensors
-from streamrl.architectures.masks import carry
+from actors.engines.native.weights import AdapterSets, checkpoint_tensors
+from streamrl.architectures.attention import MaskRule, attend, carry, check_extras, register, rule_of
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
+
+ATTENTION_NAME = "streamrl_slots"
+
+
+class LayerShape(NamedTuple):
+    """The shape of one attention layer's cache entry per token."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros; on a CPU its pages take memory when they are first written.
+
+    Room is made for every slot at the longest sequence, which few answers reach: for 64 slots of 4,096 tokens and a
+    model of 135 million parameters that is 12 GB.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+class PromptRows(NamedTuple):
+    """The cache rows of the prompts that are read together; made once a pass, for all layers."""
+
+    rows: slice | Tensor
+    sources: Tensor | None  # int64 [rows] the prompt of each; None: rows beside each other, as many for each prompt
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int]], device: torch.device) -> PromptRows:
+        """The rows of these prompts, as `SlotCache.put_prompts` takes them."""
+        flat = [row for own in rows for row in own]
+        beside = flat == list(range(flat[0], flat[0] + len(flat)))
+        if beside and all(len(own) == len(rows[0]) for own in rows):
+            return cls(slice(flat[0], flat[0] + len(flat)), None)
+        sources = [number for number, own in enumerate(rows) for _ in own]
+        return cls(torch.tensor(flat, device=device), torch.tensor(sources, device=device))
+
+
+class SlotCache:
+    """keys[layer] is [slots, kv_heads, max_tokens, key_dim]; values[layer] the same with value_dim."""
+
+    def __init__(
+        self, layers: Sequence[LayerShape], slots: int, max_tokens: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layers = tuple(layers)
+        self.slots = slots
+        self.max_tokens = max_tokens
+
+        def rows(kv_heads: int, dim: int) -> Tensor:
+            return _zeros((slots, kv_heads, max_tokens, dim), dtype, device)
+
+        self.keys = [rows(shape.kv_heads, shape.key_dim) for shape in layers]
+        self.values = [rows(shape.kv_heads, shape.value_dim) for shape in layers]
+        self.nbytes = sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def put_tokens(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store one token per row. index [n * kv_heads] from `token_index`; key and value [n, kv_heads, dim]."""
+        shape = self.layers[layer]
+        self.keys[layer].view(-1, shape.key_dim).index_copy_(0, index, key.reshape(-1, shape.key_dim))
+        self.values[layer].view(-1, shape.value_dim).index_copy_(0, index, value.reshape(-1, shape.value_dim))
+
+    def token_index(self, kv_heads: int, positions: Tensor) -> Tensor:
+        """Indices of the tokens at `positions` [n] of rows 0.. in a layer seen as [slots * kv_heads * tokens, dim]."""
+        lanes = torch.arange(positions.shape[0] * kv_heads, device=positions.device)
+        return lanes.mul_(self.max_tokens).add_(positions.repeat_interleave(kv_heads))
+
+    def put_prompts(self, layer: int, where: PromptRows, key: Tensor, value: Tensor) -> None:
+        """Store prompts of one length from the start of their rows; key, value [prompts, kv_heads, tokens, dim]."""
+        for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
+            places = cache[:, :, : new.shape[2]]
+            if where.sources is None:
+                places[where.rows].unflatten(0, (len(new), -1)).copy_(new[:, None])
+            else:
+                places.index_copy_(0, where.rows, new.index_select(0, where.sources))
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
+        """Copy the first `num_tokens` of some rows into others, none of which is a source."""
+        if not sources:
+            return
+        read, written = (torch.tensor(rows, device=self.keys[0].device) for rows in (sources, targets))
+        for tensor in (*self.keys, *self.values):
+            places = tensor[:, :, :num_tokens]
+            places.index_copy_(0, written, places.index_select(0, read))
+
+    def scrub(self, lengths: Sequence[int]) -> None:
+        """Zero everything that no running row (0..len(lengths)-1) owns: a masked NaN still spoils a weighted sum."""
+        for tensor in (*self.keys, *self.values):
+            for row, length in enumerate(lengths):
+                tensor[row, :, length:] = 0
+            tensor[len(lengths) :] = 0
+
+
+def slot_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
+    slot_view: PassView | None = None, scaling: float | None = None, **extra: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention implementation: ([1, tokens, heads, dim], None). Raises EngineError for what it lacks.
+
+    query is [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim].
+    """
+    slot_view = slot_view or getattr(attention_mask, "carried", None)
+    if slot_view is None:
+        raise EngineError("this model belongs to a NativeEngine, which alone can run it: build another one to call it")
+    try:
+        rule, extras = rule_of(module, attention_mask), check_extras(module, extra)
+    except ValueError as error:
+        raise EngineError(f"the native engine cannot run this model: {error}") from error
+    return slot_view.attend(query, key, value, rule, {"scaling": scaling, **extras}), None
+
+
+AttentionInterface.register(ATTENTION_NAME, slot_attention)
+register(ATTENTION_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens that are read from their start, and the cache rows that get their keys and values."""
+
+    ids: Sequence[int]
+    rows: Sequence[int] = ()
+
+
+class PassView:
+    """Attention within one packed pass: n decode tokens (cache rows 0..n-1), then the prompts in order."""
+
+    def __init__(self, cache: SlotCache | None, positions: Tensor, span: int, prompts: Sequence[Prompt]) -> None:
+        """positions [n]: cache places of the decode tokens; span: cached places that they attend to."""
+        self.shapes: list[LayerShape] = []  # what each attention call of the pass stores per token, in their order
+        self._cache, self._positions, self._span = cache, positions, span
+        alike = [list(found) for _, found in groupby(prompts, key=lambda prompt: len(prompt.ids))]
+        self._batches = [(len(found), len(found[0].ids), self._rows_of(found)) for found in alike]
+        self._masks: dict[MaskRule, Tensor] = {}
+        self._indices: dict[int, Tensor] = {}
+
+    def _rows_of(self, prompts: Sequence[Prompt]) -> PromptRows | None:
+        rows = [prompt.rows for prompt in prompts]
+        return PromptRows.from_rows(rows, self._positions.device) if any(rows) else None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, options: Mapping[str, Any]) -> Tensor:
+        """One attention call; a model makes the same calls in the same order in every pass, so each has its own cache.
+
+        `options` are `scaling` and what else `streamrl.architectures.attention.attend` takes.
+        """
+        call = len(self.shapes)
+        self.shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3]))
+        # Token-major: [tokens, heads, dim], which is how the projections lie in memory.
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        start, parts = self._positions.shape[0], []
+        if start:
+            parts.append(self._decode(call, query[:start], key[:start], value[:start], rule, options))
+        for num_prompts, length, rows in self._batches:
+            end = start + num_prompts * length
+            whole = (tensor[start:end].unflatten(0, (num_prompts, length)) for tensor in (query, key, value))
+            parts.append(self._read(call, rows, *whole, rule, options))
+            start = end
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+    def _decode(
+        self, call: int, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, options: Mapping[str, Any]
+    ) -> Tensor:
+        """Store one token per row; each attends to its row up to and including itself."""
+        n, kv_heads = key.shape[:2]
+        if kv_heads not in self._indices:
+            self._indices[kv_heads] = self._cache.token_index(kv_heads, self._positions)
+        self._cache.put_tokens(call, self._indices[kv_heads], key, value)
+        # The query heads that share a key head become query positions: no key is repeated in memory.
+        out = attend(
+            query.reshape(n, kv_heads, -1, query.shape[-1]),
+            self._cache.keys[call][:n, :, : self._span],
+            self._cache.values[call][:n, :, : self._span],
+            mask=self._mask(rule, query.dtype), **options,
+        )
+        return out.reshape(n, query.shape[1], -1)
+
+    def _read(
+        self, call: int, rows: PromptRows | None, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule,
+        options: Mapping[str, Any],
+    ) -> Tensor:  # fmt: skip
+        """Store prompts [prompts, length, heads, dim]; a token attends to those before it in its prompt and itself."""
+        length = query.shape[1]
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        if rows is not None:
+            self._cache.put_prompts(call, rows, key, value)
+        mask = None if rule.is_causal(length) else rule.square(length, query.device)
+        return attend(query, key, value, mask=mask, **options).transpose(1, 2).flatten(0, 1)
+
+    def _mask(self, rule: MaskRule, dtype: torch.dtype) -> Tensor:
+        """Additive [n, 1, 1, span]; additive because a boolean one would be converted in every layer."""
+        if rule not in self._masks:
+            places = torch.arange(self._span, device=self._positions.device)
+            hidden = ~rule.visible(self._positions[:, None], places[None, :])
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._masks[rule] = mask[:, None, None]
+        return self._masks[rule]
+
 
 _SPAN_STEP = 32  # cached places are read in multiples of this, so that shapes repeat
 _SCORE_CHUNK = 256

@@ -4,7 +4,7 @@ A row is processed in this order: divide by the temperature, keep the top-k, ren
 that holds top-p of the mass, drop what is below min-p times the largest, renormalize. Log-probs are of this final
 distribution. Temperature 0 takes the largest logit, with log-prob 0.0.
 
-The draw inverts the cumulative distribution at a hash of (seed, position), `streamrl.messages.draws`, so that it does
+The draw inverts the cumulative distribution at a hash of (seed, position), `streamrl.messages.seeding`, so that it does
 not depend on the batch.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from streamrl.messages import Sampling
-from streamrl.messages.sampled_sets import LARGEST_SET
+from streamrl.messages.validate import LARGEST_SET
 
 _BLOCK = 512  # ids
 

@@ -13,8 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from actors.engines.native.attention import ATTENTION_NAME, Prompt
-from actors.engines.native.forward import Forward
+from actors.engines.native.forward import ATTENTION_NAME, Forward, Prompt
 from streamrl.architectures.miniature import ConfigKey, build_miniature, check_rows, rows_for
 from streamrl.architectures.refusals import why_refused
 from streamrl.architectures.rope import fix_rope, original_length

@@ -1,14 +1,18 @@
-"""vLLM's core: start, pause, load, restart, kill. It knows no requests and no policy."""
+"""vLLM's core (start, pause, load, restart, kill), and requests to it in its terms; all of these fail when it dies."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from itertools import count
 from typing import Any
 
-from actors.engines.vllm.gpu import num_engine_gpus, starts_alone
+import numpy as np
+
+from actors.engines.base import GenerateRequest, Generation, VersionSpan
 from actors.engines.vllm.imports import check_names, vllm
 from actors.engines.vllm.process import (
     EngineProcessGroup,
@@ -16,8 +20,10 @@ from actors.engines.vllm.process import (
     block_interrupts,
     check_argument_names,
     environment,
+    num_engine_gpus,
+    starts_alone,
 )
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, RequestError
 from streamrl.messages import VersionRef
 
 log = logging.getLogger("streamrl.actor")
@@ -131,3 +137,163 @@ class Core:
     def close(self) -> None:
         self.kill()
         self.group.close()
+
+
+LOWEST_TEMPERATURE = 0.01  # vLLM silently raises anything below to this, and records log-probs of what it did
+NUM_MORE_KEPT = 16
+"""Ids asked for beyond top-k: vLLM keeps all that tie with the last, and logits of a half type tie often."""
+_WORD = (1 << 64) - 1
+
+
+class CoreDiedError(EngineError):
+    """The request is lost; it may be repeated with another core."""
+
+
+class RequestTracker:
+    """The open requests of the present core; `on_death` is called with an AsyncLLM that turned out to be dead."""
+
+    def __init__(self, core: Core, on_death: Callable[[Any], None]) -> None:
+        self.closed = False
+        self.prefill_tokens = 0
+        self._core, self._on_death = core, on_death
+        self._numbers = count()
+        self._open: set[asyncio.Task[Any]] = set()
+
+    async def submit(self, prompt_ids: list[int], params: Any, salt: str, lora: Any = None) -> Any:
+        """The finished output, of the base or of a LoRARequest. Cancelling aborts the sequence.
+
+        Raises:
+            CoreDiedError: also when `cancel_all` was called. EngineError: the engine is closed, or vLLM failed.
+            RequestError: vLLM refuses this request.
+        """
+        # A task of its own, for `cancel_all`.
+        request = asyncio.ensure_future(self._run(prompt_ids, params, salt, lora))
+        self._open.add(request)
+        try:
+            return await request
+        except asyncio.CancelledError:
+            if (caller := asyncio.current_task()) is not None and caller.cancelling():
+                raise
+            raise self._lost() from None
+        finally:
+            self._open.discard(request)
+
+    def cancel_all(self) -> None:
+        """Cancel all requests before the core is shut down: vLLM would leave them waiting without limit."""
+        for request in self._open:
+            request.cancel()
+
+    async def _run(self, prompt_ids: list[int], params: Any, salt: str, lora: Any) -> Any:
+        llm = self._core.llm
+        prompt = vllm().tokens_input(prompt_ids, cache_salt=salt)
+        try:
+            async for output in llm.generate(
+                prompt, params, f"streamrl-{next(self._numbers)}", lora_request=lora
+            ):
+                if output.finished:
+                    if output.outputs[0].finish_reason == "abort":
+                        raise EngineError("the engine is closed" if self.closed else "vLLM aborted the sequence")
+                    self.prefill_tokens += len(prompt_ids)
+                    return output
+        except EngineError:
+            raise
+        except Exception as error:  # of vLLM's own: it is a foreign library
+            if llm.errored:
+                self._on_death(llm)
+                raise self._lost() from error
+            if isinstance(error, ValueError | TypeError | OverflowError):  # its own checks of a request
+                raise RequestError(f"vLLM refuses the request: {error}") from error
+            raise EngineError(f"vLLM failed: {error!r}") from error
+        raise EngineError("vLLM ended a sequence without an output")
+
+    def _lost(self) -> EngineError:
+        if self.closed:
+            return EngineError("the engine is closed")
+        return CoreDiedError("vLLM's core died; its sequences are lost, another core is started")
+
+
+def check_temperature(temperature: float) -> None:
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise RequestError(f"temperature={temperature}: vLLM goes down to {LOWEST_TEMPERATURE}, or 0 for greedy")
+
+
+def sampling_arguments(request: GenerateRequest, eos_ids: Sequence[int], vocab_size: int) -> dict[str, Any]:
+    """Keyword arguments of SamplingParams. The end-of-sequence ids are ours, so that every engine ends alike.
+
+    Where sets are wanted and ids are cut off, which training does with a top-k, the log-probs of all ids that may be
+    left are asked for.
+    """
+    sampling = request.sampling
+    bounded = request.wants_sets and sampling.top_k > 0 and sampling.temperature > 0
+    return {
+        "temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p,
+        "top_k": max(sampling.top_k, 0), "max_tokens": request.max_new_tokens, "seed": turn_seed(request),
+        "ignore_eos": True, "stop_token_ids": [] if request.ignore_eos else list(eos_ids),
+        "stop": list(request.stop), "include_stop_str_in_output": True, "detokenize": bool(request.stop),
+        "skip_special_tokens": False, "spaces_between_special_tokens": False,
+        "logprobs": min(sampling.top_k + NUM_MORE_KEPT, vocab_size) if bounded else 0, "flat_logprobs": True,
+    }
+
+
+def scoring_arguments(token_ids: Sequence[int], start: int, temperature: float, context: int) -> dict[str, Any]:
+    """Keyword arguments of SamplingParams for log-probs of a prompt alone; vLLM must be left one token to sample."""
+    if not 1 <= start <= len(token_ids) < context or temperature != 1.0:
+        raise EngineError(
+            f"score needs 1 <= start <= tokens < {context} and temperature 1; "
+            f"got start={start}, {len(token_ids)} tokens, temperature={temperature}"
+        )
+    return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+
+
+def turn_seed(request: GenerateRequest) -> int:
+    """Below 2**63. vLLM counts draws from 0 in every request, so the prompt's length must tell turns apart."""
+    mixed = (request.seed * 0x9E3779B97F4A7C15 + len(request.prompt_ids) * 0xBF58476D1CE4E5B9) & _WORD
+    mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) & _WORD
+    return mixed >> 1
+
+
+def generation_of(output: Any, greedy: bool) -> Generation:
+    """A finished CompletionOutput as ours. Raises EngineError if log-probs or version labels are missing or wrong."""
+    token_ids, found = list(output.token_ids), output.logprobs
+    starts = found.start_indices if found is not None else []
+    logprobs = [float(found.logprobs[start]) for start in starts]  # of a place the first: the token that was drawn
+    if len(logprobs) != len(token_ids) or not all(map(math.isfinite, logprobs)):
+        raise EngineError(f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, or some are no numbers")
+    sets = None
+    if token_ids and len(found.logprobs) > len(starts):
+        logprobs, sets = _within_sets(found)
+    spans = spans_of(output.weight_versions, len(token_ids))
+    # Greedy is a distribution of its own, with all its mass on the token taken.
+    logprobs = [0.0] * len(token_ids) if greedy else logprobs
+    return Generation(token_ids, logprobs, spans, output.finish_reason or "abort", sets)
+
+
+def _within_sets(found: Any) -> tuple[list[float], list[np.ndarray]]:
+    """The drawn tokens' log-probs within the ids that are left, and these ids, ascending, from FlatLogprobs.
+
+    What was cut off has log-prob -inf. Where more ids tie with the last than were asked for, the set is of those that
+    came and the drawn one, and log-probs are renormalized over it: the learner scores over the same ids.
+    """
+    ids, all_logprobs = np.array(found.token_ids), np.array(found.logprobs)
+    logprobs, sets = [], []
+    for start, end in zip(found.start_indices, found.end_indices, strict=True):
+        left = start + (all_logprobs[start:end] > -np.inf).nonzero()[0]
+        kept, first = np.unique(ids[left], return_index=True)  # the drawn one comes twice where it is among the others
+        sets.append(kept)
+        logprobs.append(float(all_logprobs[start] - np.log(np.exp(all_logprobs[left[first]]).sum())))
+    return logprobs, sets
+
+
+def spans_of(spans: Any, num_tokens: int) -> list[VersionSpan]:
+    """vLLM's spans of labels as versions. Raises EngineError for a label that is not ours, or tokens without one."""
+    found: list[VersionSpan] = []
+    for span in spans or ():
+        epoch, _, version = span.version.partition(":")
+        if not (epoch.isdecimal() and version.isdecimal()):
+            raise EngineError(f"vLLM labeled tokens with {span.version!r}, which is no version")
+        if span.end > span.start:
+            found.append(VersionSpan(VersionRef(int(epoch), int(version)), span.start, span.end))
+    covered = found[-1].end if found else 0
+    if covered != num_tokens:
+        raise EngineError(f"vLLM's version labels cover {covered} of {num_tokens} tokens")
+    return found

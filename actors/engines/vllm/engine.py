@@ -24,8 +24,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from actors.engines.base import EngineSpec, EngineStats, GenerateRequest, Generation, InstallTimes, check_request
 from actors.engines.native.engine import build_model, model_end_ids
-from actors.engines.native.weight_sets import check_document, checkpoint_tensors
-from actors.engines.vllm.client import (
+from actors.engines.native.weights import check_document, checkpoint_tensors
+from actors.engines.vllm.core import (
+    Core,
     CoreDiedError,
     RequestTracker,
     check_temperature,
@@ -33,14 +34,13 @@ from actors.engines.vllm.client import (
     sampling_arguments,
     scoring_arguments,
 )
-from actors.engines.vllm.core import Core
-from actors.engines.vllm.gpu import gpu_arguments
 from actors.engines.vllm.imports import vllm
 from actors.engines.vllm.process import (
     EngineProcessGroup,
     StagedDocument,
     check_model,
     engine_arguments,
+    gpu_arguments,
     kv_bytes_per_token,
     lasting_folder,
 )

@@ -14,7 +14,7 @@ from learner.hub.ledger.tables.actor import Actor
 from learner.hub.ledger.tables.evals import EvalRun
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState
 from streamrl.messages import EVAL_BIT, Lease, Purpose, VersionRef
-from streamrl.messages.draws import member_seed
+from streamrl.messages.seeding import member_seed
 
 MAX_EVAL_LEASES = 64  # in one grant, so that one actor does not get a whole evaluation
 LEASES_PER_MESSAGE, LEASES_BYTES = 64, 16 << 20  # as many as a LEASE may list; a quarter of the usual largest frame

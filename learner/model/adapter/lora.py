@@ -3,12 +3,21 @@
 Everything but the factors is frozen, so gradients, optimizer states, checkpoints and published versions hold the
 factors alone. Names are those of the checkpoint: peft puts `.base_layer` behind an adapted layer's name, and
 `base_tensors` takes it away again. peft is imported where it is used: that takes two seconds.
+
+QLoRA: the frozen linear layers in 4 or 8 bits, by bitsandbytes. Actors get the weights that the learner computes with,
+which are the dequantized ones: a quantized base changes no ratio. On a GPU the layers of `int8` also round their
+inputs, which actors do not.
+
+A frozen policy (`FrozenAdapter`) is another adapter on the same base, so no second copy of the weights. The reference
+of a KL term starts as the base alone: an adapter whose second factors are 0 adds exactly 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +25,151 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from learner.model.adapter.quantize import Dequantized, dequantized, quantize
+from learner.checkpoint.shards import reshard
+from learner.data.packing import MicroBatch
 from learner.model.parameters import policy_parameters, policy_tensors
 from learner.model.policy import Policy
+from learner.model.reference import FrozenPolicy
+from learner.ranks.mesh import Ranks, local_part
 from streamrl.config.schema import LoraBase, LoraConfig, LoraInit
 from streamrl.errors import ConfigError
 from streamrl.extension import did_you_mean
 from streamrl.weights.adapter import adapted_layers
+from streamrl.weights.saved import weights_digest
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
+
+@dataclass(frozen=True, slots=True)
+class AdapterOf:
+    """The base that an adapter belongs to, as its checkpoints name it."""
+
+    rank: int
+    alpha: float
+    base: str
+    base_digest: str
+    target_modules: tuple[str, ...] = ("all-linear",)
+    exclude: tuple[str, ...] = ()
+    base_quantization: str = "none"
+
+    def to_plain(self) -> dict[str, Any]:
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def describe_adapter(config: LoraConfig, model_dir: Path, ranks: Ranks) -> AdapterOf | None:
+    """None if every weight is trained. The digest reads all files of weights, on rank 0; "" elsewhere."""
+    if config.rank is None:
+        return None
+    return AdapterOf(
+        config.rank, config.alpha, str(model_dir.resolve()), weights_digest(model_dir) if ranks.rank == 0 else "",
+        tuple(sorted(config.target_modules)), tuple(sorted(config.exclude)), config.base_quantization.name,
+    )
+
+
+def check_resumed(saved: Mapping[str, Any] | None, now: AdapterOf | None, ranks: Ranks) -> None:
+    """Refuse to go on with other adapters, or over another base; a collective call.
+
+    Args:
+        saved: `AdapterOf.to_plain` of the checkpoint; None if it holds every weight.
+    Raises:
+        ConfigError: on every rank.
+    """
+    problem = _difference(saved, now) if ranks.rank == 0 else ""
+    if ranks.maximum(float(bool(problem))):
+        raise ConfigError(problem or "rank 0 found another adapter or base in the checkpoint")
+
+
+def _difference(saved: Mapping[str, Any] | None, now: AdapterOf | None) -> str:
+    if saved is None or now is None:
+        if (saved is None) is (now is None):
+            return ""
+        return (
+            f"the checkpoint holds an adapter of rank {saved['rank']}, and policy.lora.rank is not set: set "
+            f"policy.lora.rank={saved['rank']}" if saved is not None else
+            f"policy.lora.rank={now.rank}, but the checkpoint holds all weights: leave policy.lora.rank=null, or start "
+            "a new run"
+        )
+    mine = now.to_plain()
+    for name in ("rank", "alpha", "target_modules", "exclude", "base_quantization"):
+        if saved.get(name, mine[name]) != mine[name]:  # absent from a checkpoint that is older than the field
+            return (
+                f"policy.lora.{name}={_words(mine[name])}, but the checkpoint's adapter was trained with "
+                f"{_words(saved[name])}: set policy.lora.{name}={_words(saved[name])}, or start a new run"
+            )
+    if saved["base_digest"] != now.base_digest:
+        return (
+            f"the checkpoint's adapter belongs to the weights of {saved['base']} (digest {saved['base_digest'][:8]}), "
+            f"those in {now.base} are others ({now.base_digest[:8]}): set policy.model_path to the former"
+        )
+    return ""
+
+
+def _words(value: Any) -> str:
+    """The value as a command line writes it."""
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+
+
+class Dequantized:
+    """A quantized weight as what it stands for; made whole when it is asked for."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self.shape = torch.Size((layer.out_features, layer.in_features))
+
+    def full_tensor(self) -> Tensor:
+        """[out, in] in the type that the layer computes with."""
+        from peft.utils.integrations import dequantize_bnb_weight
+
+        return dequantize_bnb_weight(self._layer.weight, state=getattr(self._layer, "state", None))
+
+
+def check_quantization(how: LoraBase) -> None:
+    """Raise ConfigError without bitsandbytes."""
+    if how is not LoraBase.none and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"policy.lora.base_quantization={how.name} needs the package bitsandbytes: pip install 'streamrl[qlora]', "
+            "or leave it at none."
+        )
+
+
+def quantize(policy: Policy, how: LoraBase, dtype: torch.dtype) -> None:
+    """Put every linear layer but the output layer into `how`; before adapters are added.
+
+    Args:
+        dtype: of the computation.
+    """
+    check_quantization(how)
+    head = policy.model.get_output_embeddings()
+    for name, layer in list(policy.model.named_modules()):
+        if type(layer) is nn.Linear and layer is not head:
+            parent, _, own = name.rpartition(".")
+            setattr(policy.model.get_submodule(parent), own, _quantized(layer, how, dtype))
+    policy.is_loaded_in_4bit = how is LoraBase.nf4  # peft chooses its layers by these
+    policy.is_loaded_in_8bit = how is LoraBase.int8
+
+
+def _quantized(layer: nn.Linear, how: LoraBase, dtype: torch.dtype) -> nn.Module:
+    import bitsandbytes
+
+    weight, sizes = layer.weight.detach(), (layer.in_features, layer.out_features, layer.bias is not None)
+    if how is LoraBase.nf4:
+        made = bitsandbytes.nn.Linear4bit(*sizes, compute_dtype=dtype, quant_type="nf4")
+        made.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=made)
+    else:
+        made = bitsandbytes.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=0.0)
+        made.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    made.bias = layer.bias
+    return made.to(weight.device)  # which quantizes
+
+
+def dequantized(module: nn.Module) -> dict[int, Dequantized]:
+    """Id of a quantized weight -> what it stands for."""
+    return {
+        id(layer.weight): Dequantized(layer) for layer in module.modules()
+        if isinstance(layer, nn.Linear) and not layer.weight.is_floating_point()
+    }
+
 
 ADAPTER = "default"  # peft's name for the only one
 UP_FACTOR = f".lora_B.{ADAPTER}."  # in the names of the factors that are 0 at the start
@@ -194,3 +338,49 @@ def describe(policy: Policy, config: LoraConfig, lr: float) -> str:
         f"{'.' * bool(experts)}{experts}"
     )
 
+
+class FrozenAdapter(FrozenPolicy):
+    """Factors of its own, put in the place of the policy's while it scores.
+
+    Args:
+        policy: shared with the run; it is trained on meanwhile.
+        off: start as the base alone, not as the policy.
+    """
+
+    def __init__(self, policy: Policy, *, name: str, off: bool) -> None:
+        self.name, self._policy = name, policy
+        self._own = {
+            key: parameter.detach().clone() for key, parameter in policy.named_parameters() if parameter.requires_grad
+        }
+        for key, factor in self._own.items():
+            if off and UP_FACTOR in key:
+                factor.zero_()
+
+    @torch.no_grad()
+    def score(self, batch: MicroBatch) -> Tensor:
+        with self._in_place():
+            return super().score(batch)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return ((f"frozen/{self.name}/{key}", factor) for key, factor in self._own.items())
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        pairs = list(self._pairs(self._policy))
+        theirs = [other.clone() for _, other in pairs]
+        for mine, other in pairs:
+            other.copy_(mine)
+        try:
+            yield
+        finally:
+            reshard(self._policy)
+            for (_, other), before in zip(pairs, theirs, strict=True):
+                other.copy_(before)
+
+    def _pairs(self, source: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        reshard(source)
+        theirs = dict(source.named_parameters())
+        for key, factor in self._own.items():
+            mine, other = local_part(factor), local_part(theirs[key].detach())
+            if mine.numel():
+                yield mine, other

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from learner.model.attention.packed import ATTENTION, decoder_of
-from learner.model.scoring.logit_rule import LogitRule, measure_logit_rule
+from learner.model.scoring.logprobs import LogitRule, measure_logit_rule
 from streamrl.architectures.miniature import ConfigKey, build_miniature, check_rows, rows_for
 from streamrl.architectures.refusals import why_refused
 from streamrl.architectures.rope import fix_rope, original_length

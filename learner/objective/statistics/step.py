@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from learner.model.critic import CriticResult
-from learner.model.gradients import BatchResult
+from learner.model.optimizer import BatchResult
 from learner.objective.loss import LossTerms
 from learner.objective.plan import BatchPlan
 from learner.objective.statistics.agreements import Agreements

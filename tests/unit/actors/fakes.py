@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.engines.base import Engine
-from actors.engines.native.weight_sets import checkpoint_tensors
+from actors.engines.native.weights import checkpoint_tensors
 from actors.episode import EpisodeRules, EpisodeRunner
 from actors.render import Renderer
 from actors.runtime import ActorRuntime

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from actors.local_policy import find_model, local_config, open_policy
 from envs.registry import task_of
 from learner.checkpoint.checkpoint import save_checkpoint
-from learner.model.adapter.base import describe_adapter
-from learner.model.adapter.lora import add_adapter
+from learner.model.adapter.lora import add_adapter, describe_adapter
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.model.tiny import prepare_tiny_model

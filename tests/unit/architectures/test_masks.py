@@ -11,8 +11,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from streamrl.architectures.attend import attend, check_extras
-from streamrl.architectures.masks import CAUSAL, MaskRule, keep_rule, rule_of
+from streamrl.architectures.attention import CAUSAL, MaskRule, attend, check_extras, keep_rule, rule_of
 
 RULES = {
     "causal": (causal_mask_function, None),

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from actors.engines.native.weight_sets import WeightSets, checkpoint_tensors
+from actors.engines.native.weights import WeightSets, checkpoint_tensors
 from streamrl.errors import WeightsError
 from tests.unit.engines.tiny_models import (
     GREEDY,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from actors.engines.native.weight_sets import linear_weights, round_to_int8_
+from actors.engines.native.weights import linear_weights, round_to_int8_
 from actors.settings import engine_spec
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError

@@ -11,15 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engines.base import VersionSpan
-from actors.engines.native import attention as native_attention
-from actors.engines.native.attention import ATTENTION_NAME, Prompt
+from actors.engines.native import forward as native_attention
 from actors.engines.native.engine import NativeEngine, build_model
-from actors.engines.native.forward import Forward
-from learner.model.scoring.logit_rule import PLAIN
-from learner.model.scoring.logprob_head import _logits
+from actors.engines.native.forward import ATTENTION_NAME, Forward, Prompt
+from learner.model.scoring.logprobs import PLAIN, _logits
 from streamrl.errors import EngineError, RequestError
 from streamrl.messages import Sampling
-from streamrl.messages.draws import uniforms
+from streamrl.messages.seeding import uniforms
 from tests.unit.engines.tiny_models import (
     GREEDY,
     V1,

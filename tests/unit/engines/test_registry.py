@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from actors.__main__ import work
-from actors.engines.base import EngineSpec
-from actors.engines.registry import ENGINES, build_engine, engine_factory, wire_name
+from actors.engines.base import ENGINES, EngineSpec, build_engine, engine_factory, wire_name
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import Outcome

@@ -14,7 +14,7 @@ from actors.engines.base import check_sampling
 from actors.engines.native.sampling import SamplingPlan, draw, processed_logprobs
 from streamrl.errors import RequestError
 from streamrl.messages import Sampling
-from streamrl.messages.draws import uniforms
+from streamrl.messages.seeding import uniforms
 
 LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.1, -0.4, 1.9])
 CUTS = [

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from actors.engines.native.attention import LayerShape, PromptRows, SlotCache
+from actors.engines.native.forward import LayerShape, PromptRows, SlotCache
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,8 @@ def test_rows_take_memory_when_they_are_written_and_not_before() -> None:
     cache = SlotCache([LayerShape(4, 64, 64)] * 4, slots=64, max_tokens=4096, dtype=torch.float32, device=CPU)
     assert cache.nbytes == 2**31
     assert process.memory_info().rss - before < 2**27
-    cache.put_prompts(3, PromptRows.of([[0, 1]], CPU), torch.ones(1, 4, 512, 64), torch.full((1, 4, 512, 64), 2.0))
+    rows = PromptRows.from_rows([[0, 1]], CPU)
+    cache.put_prompts(3, rows, torch.ones(1, 4, 512, 64), torch.full((1, 4, 512, 64), 2.0))
     assert cache.keys[3][1, 2, 511].unique().tolist() == [1.0] and cache.values[3][0, 0, 0].unique().tolist() == [2.0]
     assert cache.keys[3][1, 2, 512:].count_nonzero() == 0 and cache.keys[3][2].count_nonzero() == 0
 
@@ -26,7 +27,7 @@ def test_rows_take_memory_when_they_are_written_and_not_before() -> None:
 def test_each_prompt_is_in_its_rows_and_in_no_other(rows: list[list[int]]) -> None:
     cache = SlotCache([LayerShape(2, 8, 4)], slots=6, max_tokens=16, dtype=torch.float32, device=CPU)
     keys = torch.arange(1.0, 4.0)[:, None, None, None].expand(3, 2, 5, 8)
-    cache.put_prompts(0, PromptRows.of(rows, CPU), keys, 10 * keys[..., :4])
+    cache.put_prompts(0, PromptRows.from_rows(rows, CPU), keys, 10 * keys[..., :4])
     expected = torch.zeros(6)
     for number, own in enumerate(rows, 1):
         expected[own] = number

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from actors.engines.native.stopping import StopMatcher, decoder
+from actors.engines.native.scheduler import StopMatcher, decoder
 from tests.unit.engines.tiny_models import LETTERS, character_tokenizer, engine_for, prompt_of, qwen3, request, run
 
 PIECES = ["a", "b", "ab", "\u2581a", "\u2581", "ba", "\u2581ab\u2581", "<0xC3>", "<0xA9>", "<0xE2>", "<0x82>", "<0xAC>"]

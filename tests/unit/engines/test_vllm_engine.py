@@ -19,7 +19,7 @@ from actors.engines.vllm.process import StagedDocument
 from actors.engines.vllm.reaper import group_pids
 from streamrl.errors import EngineError, RequestError, WeightsError
 from streamrl.messages import Group, Member, Sampling, VersionRef
-from streamrl.messages.sampled_sets import unpack_sets
+from streamrl.messages.validate import unpack_sets
 from tests.unit.engines.tiny_models import (
     GREEDY,
     VOCAB,

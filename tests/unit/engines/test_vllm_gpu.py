@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from actors.engines.vllm.gpu import GIB, SLACK_BYTES, USUAL_UTILIZATION, gpu_arguments, starts_alone, utilization
-from actors.engines.vllm.process import environment, lasting_folder
+from actors.engines.vllm.process import (
+    GIB,
+    SLACK_BYTES,
+    USUAL_UTILIZATION,
+    environment,
+    gpu_arguments,
+    lasting_folder,
+    starts_alone,
+    utilization,
+)
 from actors.settings import engine_spec
 from streamrl.errors import EngineError
 from streamrl.gpus import Gpu
@@ -103,7 +111,7 @@ def test_the_model_runner_is_v2_on_a_gpu_unless_the_user_says_otherwise(monkeypa
 
 WAITS = """
 import sys
-from actors.engines.vllm.gpu import starts_alone
+from actors.engines.vllm.process import starts_alone
 with starts_alone(sys.argv[1], int(sys.argv[2])):
     print("in", flush=True)
     sys.stdin.read()

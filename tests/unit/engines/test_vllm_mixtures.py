@@ -6,7 +6,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from actors.engines.base import EngineSpec
-from actors.engines.native.weight_sets import checkpoint_tensors
+from actors.engines.native.weights import checkpoint_tensors
 from actors.engines.vllm.engine import VllmEngine
 from streamrl.architectures.miniature import build_miniature
 from streamrl.messages import VersionRef

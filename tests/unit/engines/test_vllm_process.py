@@ -21,9 +21,9 @@ from transformers import CONFIG_MAPPING
 
 from actors.engines.base import VersionSpan
 from actors.engines.native.engine import build_model
-from actors.engines.native.weight_sets import checkpoint_tensors
-from actors.engines.vllm import client
-from actors.engines.vllm.client import (
+from actors.engines.native.weights import checkpoint_tensors
+from actors.engines.vllm import core as client
+from actors.engines.vllm.core import (
     NUM_MORE_KEPT,
     CoreDiedError,
     generation_of,

@@ -23,7 +23,7 @@ from transformers import (
 
 from actors.engines.base import GenerateRequest
 from actors.engines.native.engine import NativeEngine
-from actors.engines.native.weight_sets import checkpoint_tensors
+from actors.engines.native.weights import checkpoint_tensors
 from streamrl.messages import Sampling, VersionRef
 
 torch.set_num_threads(1)

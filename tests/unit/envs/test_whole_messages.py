@@ -20,8 +20,7 @@ from envs.data.shapes import RecordShape
 from envs.data_task import AnswerEnv, task_from_data
 from envs.reward_file import written_reward
 from envs.rewards.services import RewardModel
-from learner.supervised.records import AnswerShape, PairShape
-from learner.supervised.rendering import Encoder
+from learner.supervised.records import AnswerShape, Encoder, PairShape
 from streamrl.config.load import load_config
 from streamrl.config.schema import DataConfig
 from streamrl.environment import ChatMessage, SingleTurnTask

@@ -23,15 +23,19 @@ from transformers.masking_utils import (
 
 from learner.checkpoint.resume import ResumeState
 from learner.data.layout import make_layout
-from learner.model.attention import choice
-from learner.model.attention.blocks import attend_in_blocks, gather
-from learner.model.attention.choice import ATTENTIONS, choose_attention
-from learner.model.attention.flex import attend_flex
-from learner.model.attention.varlen import attend_varlen
+from learner.model.attention import kernels as choice
+from learner.model.attention.kernels import (
+    ATTENTIONS,
+    attend_flex,
+    attend_in_blocks,
+    attend_varlen,
+    choose_attention,
+    gather,
+)
 from learner.model.policy import decoder_layers, load_policy
 from learner.ranks.mesh import Ranks
 from learner.setup.trainer import load_networks
-from streamrl.architectures.masks import CAUSAL, MaskRule, carry
+from streamrl.architectures.attention import CAUSAL, MaskRule, carry
 from streamrl.errors import ConfigError
 from tests.unit.config.setting_harness import config_of, tiny_model
 from tests.unit.learner.test_shared_passes import GROUPS, assert_same, passes

@@ -24,7 +24,7 @@ from streamrl.config.load import load_config
 from streamrl.config.rules import largest_max_lag
 from streamrl.messages import GroupOrigin, Sampling
 from streamrl.messages.codec import encode
-from streamrl.messages.draws import draw_gaps, member_seed, uniforms
+from streamrl.messages.seeding import draw_gaps, member_seed, uniforms
 from tests.unit.actors.fakes import lease
 from tests.unit.engines.tiny_models import VOCAB, character_tokenizer, engine_for, qwen3
 from tests.unit.learner.test_ratio_at_lag_zero import two_turns

@@ -191,8 +191,8 @@ def test_a_checkpoint_written_beside_training_holds_its_moment_and_is_durable_on
 ):
     beside = background_of(config_of(f"checkpoint.beside_training={wish}").checkpoint.beside_training, ALONE, "save")
     module, optimizer = trained(0.1)
-    link, lock = FakeLink(), SimpleNamespace(still_mine=gate)
-    one = Saving(tmp_path, link, ALONE, num_keep=2, lock=lock, beside=beside)
+    link, lock = FakeLink(), SimpleNamespace(is_owner=gate)
+    one = Saving(tmp_path, link, ALONE, num_keep=2, lock=lock, background=beside)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     generator = torch.get_rng_state()
     gate.closed = trains_on
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_at_the_next_one_and_nev
     module, optimizer = trained(0.1)
     link, beside = FakeLink(), Background(ALONE, "save")
     (tmp_path / "file").write_text("no directory")
-    one = Saving(tmp_path / "file", link, ALONE, num_keep=2, beside=beside)
+    one = Saving(tmp_path / "file", link, ALONE, num_keep=2, background=beside)
     one.save(1, training_tensors(module, optimizer), {})
     until_done(beside)
     one.poll()

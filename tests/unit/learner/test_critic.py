@@ -16,7 +16,7 @@ from learner.model.policy import load_policy
 from learner.objective.objective import Objective
 from learner.publish.export import export_critic
 from learner.ranks.mesh import Ranks
-from learner.supervised.reward_network import export_reward_model, load_reward_network
+from learner.supervised.methods import export_reward_model, load_reward_network
 from streamrl.config.schema import (
     AdvantageConfig,
     CriticConfig,

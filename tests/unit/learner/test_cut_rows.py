@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from learner.data.layout import cut_layout, make_layout
-from learner.model.attention.blocks import attend_in_blocks
-from learner.model.attention.varlen import Ends, attend_varlen
-from streamrl.architectures.attend import attend
-from streamrl.architectures.masks import CAUSAL, MaskRule
+from learner.model.attention.kernels import Ends, attend_in_blocks, attend_varlen
+from streamrl.architectures.attention import CAUSAL, MaskRule, attend
 
 WINDOW = MaskRule(lambda row, head, query, key: (key <= query) & (key > query - 4), local_size=4)
 CHUNKS = MaskRule(lambda row, head, query, key: (key <= query) & (key // 3 == query // 3), local_size=3, plain=False)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.model.scoring.logit_rule import LogitRule, measure_logit_rule
-from learner.model.scoring.logprob_head import inspect_tokens, score_tokens
+from learner.model.scoring.logprobs import LogitRule, inspect_tokens, measure_logit_rule, score_tokens
 
 M, H, V = 11, 6, 17
 

@@ -14,18 +14,20 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from learner.checkpoint.shards import ShardReader, read_training_tensors, training_tensors, write_shards
 from learner.data.packing import pack
-from learner.model.adapter import quantize as quantization
-from learner.model.adapter.base import check_resumed, describe_adapter
-from learner.model.adapter.frozen import FrozenAdapter
+from learner.model.adapter import lora as quantization
 from learner.model.adapter.lora import (
+    Dequantized,
+    FrozenAdapter,
     adapter_layers,
     adapter_parameters,
     add_adapter,
     base_tensors,
+    check_quantization,
+    check_resumed,
     chosen_layers,
     describe,
+    describe_adapter,
 )
-from learner.model.adapter.quantize import Dequantized, check_quantization
 from learner.model.optimizer import make_optimizer, make_schedule
 from learner.model.policy import Policy, load_policy
 from learner.publish.export import export_model

@@ -8,13 +8,19 @@ from itertools import combinations
 import pytest
 import torch
 
-from learner.model import adam8bit
+from learner.model import moments as adam8bit
+from learner.model import moments as offload
 from learner.model import optimizer as optimizers
-from learner.model.adam8bit import AdamW8bit, block_of
 from learner.model.critic_network import build_critic
-from learner.model.gradients import optimizer_step
-from learner.model.moments import offload
-from learner.model.optimizer import OPTIMIZERS, Schedule, allocate_moments, check_optimizer, make_optimizer
+from learner.model.moments import AdamW8bit, block_of
+from learner.model.optimizer import (
+    OPTIMIZERS,
+    Schedule,
+    allocate_moments,
+    check_optimizer,
+    make_optimizer,
+    optimizer_step,
+)
 from learner.model.policy import load_policy
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import CriticConfig, OptimizerConfig

@@ -352,7 +352,7 @@ def test_launch_says_so_before_it_imports_torch_and_makes_no_run_directory(folde
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_engine_that_the_rule_knows_can_be_made(name):
-    from actors.engines.registry import engine_factory
+    from actors.engines.base import engine_factory
 
     assert callable(engine_factory(name))
 

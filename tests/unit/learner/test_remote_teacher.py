@@ -17,7 +17,7 @@ from envs.json_service import listening
 from learner.data.packing import pack
 from learner.model.policy import load_policy
 from learner.model.reference import FrozenPolicy
-from learner.model.teacher.remote import RemoteTeacher
+from learner.model.teacher import RemoteTeacher
 from learner.model.tiny import make_tiny_model
 from learner.setup.preflight import check_models
 from streamrl.config.load import load_config

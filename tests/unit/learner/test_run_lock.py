@@ -66,12 +66,12 @@ def test_a_lost_epoch_file_does_not_repeat_an_epoch_that_a_checkpoint_knows(tmp_
 
 def test_a_newer_epoch_on_disk_fences_the_older_learner(tmp_path):
     lock = lock_run_dir(tmp_path)
-    assert lock.still_mine()
+    assert lock.is_owner()
     lock.check()
 
     (tmp_path / "EPOCH").write_text("2\n")
 
-    assert not lock.still_mine()
+    assert not lock.is_owner()
     with pytest.raises(RunLockedError, match="EPOCH is 2, this learner has epoch 1"):
         lock.check()
     lock.release()

@@ -11,11 +11,9 @@ import msgspec
 import pytest
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
-from learner.checkpoint.checkpoints import Checkpoints
-from learner.checkpoint.retries import SaveRetries
+from learner.checkpoint.saving import Checkpoints, SaveRetries
 from learner.data.trajectories import TrajectoryReader
-from learner.model.gradients import BatchResult, StepResult
-from learner.model.optimizer import make_optimizer
+from learner.model.optimizer import BatchResult, StepResult, make_optimizer
 from learner.model.policy import load_policy
 from learner.objective.rewards import RewardRules
 from learner.ranks.activity import Activity
@@ -224,8 +222,7 @@ def test_only_the_last_checkpoint_is_waited_for(monkeypatch, last):
     config = config_of()
     saving, clock = FullFor(3), [0.0]
     time = SimpleNamespace(sleep=lambda s: clock.append(clock.pop() + s), monotonic=lambda: clock[0])
-    for module in ("retries", "checkpoints"):  # not the real module: threads of other tests sleep too
-        monkeypatch.setattr(f"learner.checkpoint.{module}.time", time)
+    monkeypatch.setattr("learner.checkpoint.saving.time", time)  # not the real module: threads of other tests sleep too
     checkpoints = Checkpoints(
         saving, SaveRetries(config.checkpoint.grace_s), Ranks(), StepClock(Activity()), every_s=0.0,
         every_steps=0, steps_per_batch=1, tensors=lambda: (), remembered=dict,
@@ -248,7 +245,7 @@ def test_only_the_last_checkpoint_is_waited_for(monkeypatch, last):
 def test_checkpoints_come_by_the_clock_by_the_steps_or_by_both(monkeypatch, words, saved):
     """Steps of three minutes: ten minutes have passed after the fourth."""
     config, clock, found = config_of(*words), [0.0], []
-    monkeypatch.setattr("learner.checkpoint.checkpoints.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("learner.checkpoint.saving.time.monotonic", lambda: clock[0])
     saving = FullFor(0)
     saving.save = lambda version, tensors, extra: (found.append(version), setattr(saving, "version", version))
     checkpoints = Checkpoints(

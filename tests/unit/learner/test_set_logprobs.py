@@ -10,8 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.data.token_sets import TokenSets
-from learner.model.scoring.logit_rule import LogitRule
-from learner.model.scoring.logprob_head import inspect_tokens, mass_below, score_tokens
+from learner.model.scoring.logprobs import LogitRule, inspect_tokens, mass_below, score_tokens
 from tests.unit.learner.test_logprob_head import H, M, V, inputs
 
 RULES = {"plain": LogitRule(), "scaled": LogitRule(0.25), "capped": LogitRule(2.5, 4.0)}

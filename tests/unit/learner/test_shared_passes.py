@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from learner.checkpoint.resume import ResumeState
 from learner.data.packing import pack
-from learner.model.attention import blocks
+from learner.model.attention import kernels as blocks
 from learner.model.critic_network import CriticModel, ValueHead
 from learner.model.policy import Inspect, load_policy
 from learner.model.reference import FrozenPolicy

@@ -18,10 +18,8 @@ from learner.model.policy import Policy, load_policy
 from learner.model.reference import FrozenPolicy
 from learner.model.tiny import make_tiny_model
 from learner.ranks.mesh import Ranks
-from learner.supervised.methods import Dpo, RewardModel, Sft
-from learner.supervised.records import PairShape, places_of, row_of, shape_of
-from learner.supervised.rendering import Encoder
-from learner.supervised.reward_network import export_reward_model, load_reward_network
+from learner.supervised.methods import Dpo, RewardModel, Sft, export_reward_model, load_reward_network
+from learner.supervised.records import Encoder, PairShape, places_of, row_of, shape_of
 from streamrl.config.load import settings
 from streamrl.config.schema import DataConfig, DpoConfig, LearnerConfig
 from streamrl.errors import ConfigError, TaskError

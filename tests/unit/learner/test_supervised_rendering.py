@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from learner.supervised.rendering import Encoder
+from learner.supervised.records import Encoder
 from streamrl.config.schema import DataConfig
 from streamrl.environment import ChatMessage
 from streamrl.errors import ConfigError, TaskError

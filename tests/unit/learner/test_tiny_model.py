@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.tasks.strings import StringTask
 from learner.data.dialogues import task_dialogues
-from learner.model.tiny import make_tiny_model, prepare_tiny_model
-from learner.model.warm_start import warm_start
+from learner.model.tiny import make_tiny_model, prepare_tiny_model, warm_start
 from streamrl.environment import ChatMessage, SingleTurnTask
 from streamrl.errors import ConfigError, TaskError
 

@@ -27,8 +27,7 @@ from streamrl.messages import (
 )
 from streamrl.messages import validate as group_checks
 from streamrl.messages.codec import pack_ids, pack_logprobs
-from streamrl.messages.sampled_sets import pack_sets, unpack_sets
-from streamrl.messages.validate import VersionTokens, check_group
+from streamrl.messages.validate import VersionTokens, check_group, pack_sets, unpack_sets
 from tests.unit.hub.factories import STEADY
 
 LIMITS = Limits(vocab_size=50, max_prompt_tokens=4, max_new_tokens=6, max_sequences=2, max_trajectory_tokens=15)

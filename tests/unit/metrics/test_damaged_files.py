@@ -94,7 +94,7 @@ def test_nothing_else_in_the_product_appends_to_a_file_that_is_read_back():
              (ROOT / room).rglob("*.py") if re.search(r"""open\((?:[^()\n]*, )?["']a\+?b?["']""", path.read_text())}
     assert found == {
         "streamrl/metrics/files.py", "streamrl/supervise/child.py", "streamrl/sweep/job.py",  # logs
-        "streamrl/run_dirs.py", "learner/checkpoint/run_lock.py", "actors/engines/vllm/gpu.py",  # locks
+        "streamrl/run_dirs.py", "learner/checkpoint/run_lock.py", "actors/engines/vllm/process.py",  # locks
     }
 
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from streamrl.messages import GroupOrigin, KeptGroup
-from streamrl.messages.draws import draw_key
+from streamrl.messages.seeding import draw_key
 
 
 class PassedOver:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from streamrl.errors import DataChangedError, TaskError
-from streamrl.messages.draws import mix64
+from streamrl.messages.seeding import mix64
 
 _ROUNDS = 6
 NUM_FIRST = 256

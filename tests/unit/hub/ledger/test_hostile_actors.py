@@ -12,7 +12,7 @@ from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.actor import MAX_LEASES
 from streamrl.messages import Group, Limits, Member, RejectReason, Sampling, SequenceStart, Turn
 from streamrl.messages.codec import pack_ids, pack_logprobs, unpack_ids
-from streamrl.messages.sampled_sets import pack_sets
+from streamrl.messages.validate import pack_sets
 from tests.unit.hub.factories import (
     LIMITS,
     FakeActor,

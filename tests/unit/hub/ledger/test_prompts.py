@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.hub.ledger.tables.prompts import PromptStream, permuted
-from streamrl.messages.draws import member_seed
+from streamrl.messages.seeding import member_seed
 from tests.unit.hub.factories import STEADY
 
 

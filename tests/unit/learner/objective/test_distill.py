@@ -15,7 +15,7 @@ from learner.data.packing import pack
 from learner.data.trajectories import Trajectory
 from learner.model.policy import load_policy
 from learner.model.reference import FrozenPolicy
-from learner.model.teacher.load import check_teacher, load_teacher
+from learner.model.teacher import check_teacher, load_teacher
 from learner.model.tiny import make_tiny_model
 from learner.objective.loss import policy_term, shaped_advantages
 from learner.objective.loss_weights import LossWeights

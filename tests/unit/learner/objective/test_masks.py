@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from learner.data.packing import pack
-from learner.model.gradients import BatchResult, StepResult
 from learner.model.networks import Networks
+from learner.model.optimizer import BatchResult, StepResult
 from learner.model.policy import load_policy
 from learner.model.reference import FrozenPolicy
 from learner.objective.lag_policy import LagPolicy

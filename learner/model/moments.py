@@ -1,20 +1,26 @@
-"""AdamW with moments in 8 bits, sharded as the weights are: a checkpoint of some ranks is resumed by any other number.
+"""Optimizers that differ from torch's in how they keep their moments: in 8 bits, or in host memory.
 
-A code is a power of 2^(1/12), counted from the largest of its block. The powers are the same for all blocks and steps,
+`AdamW8bit`: moments are sharded as the weights are, so a checkpoint of some ranks is resumed by any other number. A
+code is a power of 2^(1/12), counted from the largest of its block. The powers are the same for all blocks and steps,
 and a moment becomes one of its two neighbors, each as often as keeps the mean. Rounding to the nearest would lose each
 change below half the distance of two codes: with beta2=0.999 a second moment that no longer grows stays 1.3 to 2 times
 too large. Blocks that share a scale: Dettmers et al. 2022, arXiv 2110.02861; stochastic rounding: Gupta et al. 2015,
 arXiv 1502.02551.
+
+`OffloadedOptimizer`: moments visit the device a few parameters at a time, in the step. It works with any optimizer
+whose step treats each parameter by itself and leaves its groups as they are. Between steps `state` holds tensors of the
+host, placed as before, which a checkpoint reads and fills as any others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from learner.checkpoint.shards import local_box
@@ -142,3 +148,89 @@ def _thresholds(parameter: Tensor, block: int, step: Tensor, name: str) -> Tenso
         number = rows.view(-1, *[1] * number.dim()) + number
         stride *= parameter.shape[dim]
     return number.mul_(_ACROSS).add_(place).frac_().float().unsqueeze(-1).add(within).frac_()
+
+
+class CombinedOptimizer(Optimizer):
+    """Several optimizers over disjoint parameters, stepped as one; groups and state are shared with the members."""
+
+    def __init__(self, members: Iterable[Optimizer]) -> None:
+        self.members = list(members)
+        super().__init__([group for member in self.members for group in member.param_groups], {})
+        for member in self.members:
+            member.state = self.state
+
+    def step(self, closure: Any = None) -> None:
+        for member in self.members:
+            member.step(closure)
+
+
+_NUMBERS_AT_ONCE = 1 << 26  # of parameters whose moments are on the device together
+
+
+class OffloadedOptimizer(CombinedOptimizer):
+    """Steps `members`, optimizers over disjoint parameters, with their moments in host memory between the steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for member in self.members:
+            groups = member.param_groups
+            try:
+                for group in groups:
+                    for few in _parts(group["params"]):
+                        member.param_groups = [{**group, "params": few}]
+                        self._step(member, few)
+            finally:
+                member.param_groups = groups
+
+    def park(self, parameter: Tensor) -> None:
+        """Move what a checkpoint gave for this parameter to the host."""
+        state = self.state[parameter]
+        state.update({name: _on_host(value) if _is_moment(value) else value for name, value in state.items()})
+
+    def _step(self, member: Optimizer, parameters: list[Tensor]) -> None:
+        parked = {}
+        for parameter in parameters:
+            state = self.state.get(parameter, {})
+            parked[parameter] = {name: value for name, value in state.items() if _is_moment(value)}
+            state.update({name: _like(value, parameter.device) for name, value in parked[parameter].items()})
+        member.step()
+        for parameter in parameters:
+            state = self.state.get(parameter, {})
+            for name in [name for name, value in state.items() if _is_moment(value)]:
+                home = parked[parameter].get(name)
+                if home is None:
+                    home = _on_host(state[name])
+                else:
+                    local_part(home).copy_(local_part(state[name]), non_blocking=True)
+                state[name] = home
+        if parameters[0].is_cuda:  # a checkpoint may read the host's memory at once
+            torch.cuda.current_stream().synchronize()
+
+
+def _is_moment(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _on_host(value: Tensor) -> Tensor:
+    """A copy in host memory, which a GPU reads without a copy in between."""
+    return _like(value, torch.device("cpu"), pin_memory=local_part(value).is_cuda)
+
+
+def _like(value: Tensor, device: torch.device, *, pin_memory: bool = False) -> Tensor:
+    local = local_part(value)
+    copy = torch.empty(local.shape, dtype=local.dtype, device=device, pin_memory=pin_memory)
+    copy.copy_(local, non_blocking=True)
+    # `from_local` would move it to the device of the mesh
+    return DTensor(copy, value._spec, requires_grad=False) if isinstance(value, DTensor) else copy
+
+
+def _parts(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """So many in a row as are stepped together."""
+    few: list[Tensor] = []
+    for parameter in parameters:
+        few.append(parameter)
+        if sum(local_part(one.detach()).numel() for one in few) >= _NUMBERS_AT_ONCE:
+            yield few
+            few = []
+    if few:
+        yield few
