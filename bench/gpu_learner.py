@@ -22,8 +22,7 @@ from learner.data.packing import MicroBatch
 from learner.model.attention.kernels import ATTENTIONS, choose_attention, why_not
 from learner.model.attention.packed import registered
 from learner.model.optimizer import Schedule, make_optimizer, optimizer_step
-from learner.model.parameters import policy_parameters
-from learner.model.policy import Policy, load_policy
+from learner.model.policy import Policy, load_policy, policy_parameters
 from learner.model.scoring.logprobs import score_tokens
 from learner.publish.publisher import Publisher
 from learner.ranks.mesh import Ranks

@@ -23,7 +23,7 @@ from torch import Tensor
 from learner.checkpoint.shards import reshard
 from learner.data.packing import MicroBatch, halves, pack_minibatches
 from learner.data.trajectories import Trajectory
-from learner.model.networks import Networks
+from learner.model.networks import Networks, sync_if_due
 from learner.model.optimizer import (
     BatchResult,
     GradientCosine,
@@ -34,7 +34,6 @@ from learner.model.optimizer import (
     reduce_gradients,
 )
 from learner.model.policy import Policy
-from learner.model.reference import sync_if_due
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss import micro_batch_loss
 from learner.objective.objective import Objective

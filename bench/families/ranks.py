@@ -18,8 +18,7 @@ from torch import Tensor
 from bench.families.steps import BUCKET_BYTES, LORA, V1, V2, adapt, packed_logprobs, train
 from learner.checkpoint.shards import reshard
 from learner.data.trajectories import Trajectory
-from learner.model.parameters import policy_tensors
-from learner.model.policy import load_policy
+from learner.model.policy import load_policy, policy_tensors
 from learner.publish.base import publish_base
 from learner.publish.export import export_model
 from learner.publish.publisher import Publisher

@@ -26,8 +26,7 @@ from bench.families.ranks import Task, run_ranks
 from bench.families.steps import BUCKET_BYTES, LORA, NEW_TOKENS, V1, V2, adapt, packed_logprobs, train, trajectory
 from learner.data.trajectories import Trajectory
 from learner.model.adapter.lora import adapter_parameters
-from learner.model.parameters import policy_tensors
-from learner.model.policy import Policy, load_policy, score_rows, score_shared
+from learner.model.policy import Policy, load_policy, policy_tensors, score_rows, score_shared
 from learner.publish.base import publish_base
 from learner.publish.export import export_model
 from learner.publish.publisher import Publisher

@@ -22,7 +22,7 @@ from envs.data.shapes import MISSING, RecordShape, with_input
 from envs.data.sources import Source, open_source
 from streamrl.config.schema import DataConfig, OnBadRecord
 from streamrl.errors import TaskError
-from streamrl.messages.work import MAX_RECORD_BYTES
+from streamrl.messages.actors import MAX_RECORD_BYTES
 
 log = logging.getLogger("streamrl.data")
 

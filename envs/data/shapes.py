@@ -18,7 +18,7 @@ from typing import Any
 
 from streamrl.environment import ChatMessage, Record
 from streamrl.errors import TaskError
-from streamrl.messages.work import MAX_RECORD_BYTES
+from streamrl.messages.actors import MAX_RECORD_BYTES
 
 PROMPT_KEYS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
 ANSWER_KEYS = (

@@ -19,7 +19,7 @@ from learner.hub.shared.run_log import RunLog
 from learner.hub.shared.settings import HubSettings
 from streamrl.environment import Task
 from streamrl.errors import TaskError
-from streamrl.messages.work import MAX_RECORD_BYTES
+from streamrl.messages.actors import MAX_RECORD_BYTES
 from streamrl.stream.records import Record
 from streamrl.stream.segments import read_records
 from streamrl.stream.writer import LogWriter

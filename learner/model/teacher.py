@@ -23,8 +23,8 @@ from torch import Tensor
 from envs.rewards.services import HttpService
 from learner.data.packing import MicroBatch
 from learner.model.config_file import model_config
+from learner.model.networks import FrozenPolicy
 from learner.model.policy import Policy, load_policy
-from learner.model.reference import FrozenPolicy
 from learner.ranks.mesh import Ranks
 from streamrl.errors import ConfigError, StreamrlError, TaskError
 from streamrl.weights.model_folder import check_folder

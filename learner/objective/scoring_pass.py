@@ -14,8 +14,8 @@ from torch import Tensor
 
 from learner.data.packing import MicroBatch
 from learner.model.critic import Critic
+from learner.model.networks import FrozenPolicy
 from learner.model.policy import Inspect, Inspected, Policy
-from learner.model.reference import FrozenPolicy
 from learner.objective import plan_tensors
 from learner.objective.loss import estimated_advantages, shaped_advantages, trusted_tokens
 from learner.objective.options import WEIGHTED_BASELINES

@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from learner.model.adapter.lora import Dequantized, adapter_parameters, base_tensors, save_adapter, scale_of
-from learner.model.critic import Critic
-from learner.model.critic_network import VALUE_HEAD
-from learner.model.parameters import policy_tensors, travels_as
-from learner.model.policy import Policy
+from learner.model.critic import VALUE_HEAD, Critic
+from learner.model.policy import Policy, policy_tensors, travels_as
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import DataConfig, LoraConfig
 from streamrl.weights.adapter import merged

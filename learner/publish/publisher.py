@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from learner.model.parameters import travels_as
+from learner.model.policy import travels_as
 from learner.publish.rows import SharedFile, parts_of, sharded_by_rows, write_parts
 from learner.ranks.mesh import Ranks
 from streamrl.errors import WeightsError

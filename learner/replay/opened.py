@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from envs.registry import task_of
-from learner.checkpoint.checkpoint import Checkpoint, checkpoint_at, write_checkpoint
-from learner.checkpoint.resume import ResumeState
+from learner.checkpoint.checkpoint import Checkpoint, ResumeState, checkpoint_at, write_checkpoint
 from learner.control.staleness import StalenessControl
 from learner.data.trajectories import TrajectoryReader
 from learner.loop.retrain import Retrained, retrain

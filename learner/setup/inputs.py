@@ -15,7 +15,7 @@ from envs.check import check_task
 from envs.data.sources import absolute
 from envs.data_task import DataTask
 from envs.registry import task_of
-from learner.checkpoint.resume import ResumeState, find_resume_state, surviving_lineage
+from learner.checkpoint.checkpoint import ResumeState, find_resume_state, surviving_lineage
 from learner.checkpoint.run_lock import RunLock, lock_run_dir
 from learner.model.config_file import policy_vocab_size
 from learner.model.paths import model_directory

@@ -7,9 +7,8 @@ from typing import Any
 from learner.checkpoint.run_lock import RunLock
 from learner.hub_client.link import HubLink
 from learner.model.adapter.lora import adapter_parameters
-from learner.model.parameters import policy_tensors
 from learner.model.paths import wire_dtype
-from learner.model.policy import Policy
+from learner.model.policy import Policy, policy_tensors
 from learner.publish.base import publish_base
 from learner.publish.publisher import Publisher
 from learner.publish.publishing import Publishing

@@ -10,19 +10,17 @@ from typing import Any
 
 import torch
 
-from learner.checkpoint.checkpoint import Checkpoint
-from learner.checkpoint.resume import ResumeState
+from learner.checkpoint.checkpoint import Checkpoint, ResumeState
 from learner.control.staleness import StalenessControl
 from learner.data.selection import LeaveOut
 from learner.hub_client.settings import answer_limit
 from learner.loop.steering import Steering
 from learner.model.adapter.lora import AdapterOf, FrozenAdapter, add_adapter, check_resumed, describe, describe_adapter
-from learner.model.critic_network import build_critic
-from learner.model.networks import Networks
+from learner.model.critic import build_critic
+from learner.model.networks import FrozenPolicy, Networks, load_reference
 from learner.model.optimizer import allocate_moments, make_optimizer, make_schedule
 from learner.model.paths import compute_dtype, wire_dtype
 from learner.model.policy import Policy, load_policy, pass_options
-from learner.model.reference import FrozenPolicy, load_reference
 from learner.model.teacher import load_teacher
 from learner.objective.kl_options import needs_reference
 from learner.objective.loss_weights import LossWeights

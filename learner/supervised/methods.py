@@ -17,9 +17,8 @@ from learner.data.layout import PackedLayout
 from learner.data.packing import MicroBatch
 from learner.data.trajectories import Trajectory
 from learner.model.attention.packed import decoder_of, packed_states, registered
-from learner.model.parameters import policy_tensors, travels_as
-from learner.model.policy import Policy, decoder_layers, load_policy, shard
-from learner.model.reference import FrozenPolicy
+from learner.model.networks import FrozenPolicy
+from learner.model.policy import Policy, decoder_layers, load_policy, policy_tensors, shard, travels_as
 from learner.publish.export import set_chat_template
 from learner.ranks.mesh import Ranks
 from learner.supervised.records import AnswerShape, Encoded, Encoder, row_of, shape_of

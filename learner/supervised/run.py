@@ -19,7 +19,7 @@ import torch
 from envs.data.dataset import Dataset, open_dataset
 from envs.data.mixture import Mixture
 from envs.data.shapes import tool_schemas
-from learner.checkpoint.resume import ResumeState, find_resume_state
+from learner.checkpoint.checkpoint import ResumeState, find_resume_state
 from learner.checkpoint.run_lock import lock_run_dir
 from learner.checkpoint.saving import Checkpoints, SaveRetries, Saving
 from learner.checkpoint.shards import reshard, training_tensors

@@ -21,4 +21,3 @@ from streamrl.messages.actors import *
 from streamrl.messages.base import *
 from streamrl.messages.ranks import *
 from streamrl.messages.weights import *
-from streamrl.messages.work import *

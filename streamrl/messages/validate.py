@@ -210,10 +210,9 @@ def check_spans(group: Group, member: Member, num_tokens: int, num_actions: int)
     _cover(group, member, member.turns, num_tokens, num_actions, "turn")
     for start, end in pairwise([0, *(one.start for one in member.sequences), num_tokens]) if member.sequences else ():
         if not (0 <= start < end <= num_tokens and sum(_num_inside(member.mask, [(start, end)]))):
-            raise ContentError(
-                "sequence_starts",
-                f"{_where(group, member)}: the sequence of tokens {start}..{end} must lie in the {num_tokens} tokens, "
-                "after those before it, and hold an action token",
+            _refuse(
+                group, member, "sequence_starts", f": the sequence of tokens {start}..{end} must lie in the "
+                f"{num_tokens} tokens, after those before it, and hold an action token",
             )
     return of_versions
 
@@ -236,6 +235,10 @@ def _where(group: Group, member: Member) -> str:
     return f"group {group.group_id} member {member.index}"
 
 
+def _refuse(group: Group, member: Member, rule: str, what: str) -> NoReturn:
+    raise ContentError(rule, _where(group, member) + what)
+
+
 def _check_sampling(sampling: Sampling) -> None:
     values = (sampling.temperature, sampling.top_p, sampling.min_p)
     if not all(math.isfinite(value) and value >= 0.0 for value in values):
@@ -251,10 +254,9 @@ def _check_total(group: Group, member: Member, limits: Limits, num_tokens: int) 
     if num_tokens > limits.max_trajectory_tokens and member.status != MemberStatus.ABORTED and (
         not group.group_id & EVAL_BIT
     ):
-        raise ContentError(
-            "too_many_tokens",
-            f"{_where(group, member)} has {num_tokens} tokens with its prompts and observations, the learner trains at "
-            f"most {limits.max_trajectory_tokens} at once (learner.max_tokens_per_device)",
+        _refuse(
+            group, member, "too_many_tokens", f" has {num_tokens} tokens with its prompts and observations, the "
+            f"learner trains at most {limits.max_trajectory_tokens} at once (learner.max_tokens_per_device)",
         )
 
 
@@ -262,11 +264,9 @@ def _check_indices(group: Group, leased: Collection[int]) -> None:
     seen: set[int] = set()
     for member in group.members:
         if member.index in seen:
-            raise ContentError("member_twice", f"{_where(group, member)} occurs twice in one message")
+            _refuse(group, member, "member_twice", " occurs twice in one message")
         if member.index not in leased:
-            raise ContentError(
-                "member_not_leased", f"{_where(group, member)} is not in the lease, which has {sorted(leased)}"
-            )
+            _refuse(group, member, "member_not_leased", f" is not in the lease, which has {sorted(leased)}")
         seen.add(member.index)
 
 
@@ -276,17 +276,12 @@ def _check_lengths(group: Group, members: Sequence[Member], limits: Limits) -> l
     for member in members:
         prompt = member.prompt_ids or group.members[0].prompt_ids
         if not prompt and member.status != MemberStatus.ABORTED:
-            raise ContentError(
-                "prompt_missing", f"{_where(group, member)} has no prompt, and neither has the first member"
-            )
+            _refuse(group, member, "prompt_missing", " has no prompt, and neither has the first member")
         if len(member.prompt_ids) % 4 or len(member.token_ids) % 4 or len(member.logprobs) != len(member.token_ids):
             _raise_of_codec(group, members, limits)
         if len(prompt) > 4 * limits.max_prompt_tokens:
-            raise ContentError(
-                "prompt_too_long",
-                f"{_where(group, member)} has a prompt of {len(prompt) // 4} tokens, the limit is "
-                f"{limits.max_prompt_tokens}",
-            )
+            what = f" has a prompt of {len(prompt) // 4} tokens, the limit is {limits.max_prompt_tokens}"
+            _refuse(group, member, "prompt_too_long", what)
         places.append(places[-1] + len(member.token_ids) // 4)
     return places
 
@@ -352,14 +347,10 @@ def _token(group: Group, members: Sequence[Member], places: Sequence[int], at: i
 def _check_counts(group: Group, members: Sequence[Member], limits: Limits, num_actions: Sequence[int]) -> None:
     for member, count in zip(members, num_actions, strict=True):
         if count == 0 and member.status != MemberStatus.ABORTED:
-            raise ContentError(
-                "no_action_tokens", f"{_where(group, member)} has no action token and is not marked aborted"
-            )
+            _refuse(group, member, "no_action_tokens", " has no action token and is not marked aborted")
         if count > limits.max_new_tokens:
-            raise ContentError(
-                "response_too_long",
-                f"{_where(group, member)} has {count} action tokens, the limit is {limits.max_new_tokens}",
-            )
+            what = f" has {count} action tokens, the limit is {limits.max_new_tokens}"
+            _refuse(group, member, "response_too_long", what)
 
 
 def _check_ranges(
@@ -384,9 +375,7 @@ def _cover(
     _check_ranges(ranges, num_tokens, what, group, member)
     found = _num_inside(member.mask, ranges)
     if sum(found) != wanted:
-        raise ContentError(
-            f"{what}_cover", f"{_where(group, member)}: {what} spans cover {sum(found)} of {wanted} action tokens"
-        )
+        _refuse(group, member, f"{what}_cover", f": {what} spans cover {sum(found)} of {wanted} action tokens")
     return found
 
 
@@ -410,23 +399,19 @@ def _num_inside(mask: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int
 def _check_sequences(group: Group, member: Member, limits: Limits) -> int:
     """Check number, agents and prompts of the sequences; returns the tokens of the prompts after the first."""
     if member.agents and not (len(member.agents) == 1 + len(member.sequences) and "".join(member.agents).isprintable()):
-        raise ContentError(
-            "agents", f"{_where(group, member)} names {len(member.agents)} agents {member.agents!r:.100}, not one "
-            f"printable name for each of {1 + len(member.sequences)} sequences",
+        _refuse(
+            group, member, "agents", f" names {len(member.agents)} agents {member.agents!r:.100}, not one printable "
+            f"name for each of {1 + len(member.sequences)} sequences",
         )
     if not member.sequences:
         return 0
     num_sequences = 1 + len(member.sequences)
     if num_sequences > limits.max_sequences:
-        raise ContentError(
-            "sequence_count",
-            f"{_where(group, member)} consists of {num_sequences} sequences, the limit is {limits.max_sequences}",
-        )
+        what = f" consists of {num_sequences} sequences, the limit is {limits.max_sequences}"
+        _refuse(group, member, "sequence_count", what)
     for one in member.sequences:
         if not one.prompt_ids:
-            raise ContentError(
-                "sequence_prompt_missing", f"{_where(group, member)}: the sequence at token {one.start} has no prompt"
-            )
+            _refuse(group, member, "sequence_prompt_missing", f": the sequence at token {one.start} has no prompt")
         with _named("sequence_prompt", _where(group, member)):
             unpack_ids(one.prompt_ids, vocab_size=limits.vocab_size, what="prompt")
     return sum(len(one.prompt_ids) for one in member.sequences) // 4
@@ -441,13 +426,12 @@ def _check_rewards(group: Group, member: Member) -> None:
             _raise_of_number(group, member, turn.reward, "turn_reward", f"the reward of turn {turn.start}..{turn.end}")
     for name, score in member.scores.items():
         if not (name and name.isprintable()):
-            raise ContentError("score_name", f"{_where(group, member)}: the score {name!r} has no printable name")
+            _refuse(group, member, "score_name", f": the score {name!r} has no printable name")
         if not abs(score) <= MAX_MAGNITUDE:
             _raise_of_number(group, member, score, "score", f"score {name!r}")
 
 
 def _raise_of_number(group: Group, member: Member, value: float, rule: str, what: str) -> NoReturn:
-    where = f"{_where(group, member)}: {what}"
     if not math.isfinite(value):
-        raise ContentError(f"{rule}_finite", f"{where} is {value}")
-    raise ContentError(f"{rule}_size", f"{where} is {value:g}, beyond {MAX_MAGNITUDE:g}")
+        _refuse(group, member, f"{rule}_finite", f": {what} is {value}")
+    _refuse(group, member, f"{rule}_size", f": {what} is {value:g}, beyond {MAX_MAGNITUDE:g}")

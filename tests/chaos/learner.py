@@ -19,7 +19,7 @@ from learner.hub.ledger.snapshots import LedgerSnapshot, read_snapshot
 from learner.hub.ledger.tables.groups import GroupState
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings
-from learner.model.parameters import policy_parameters
+from learner.model.policy import policy_parameters
 from learner.publish.publisher import Publisher
 from learner.ranks.mesh import Ranks
 from streamrl.errors import StreamrlError

@@ -21,7 +21,7 @@ import pytest
 import streamrl
 from actors.local_policy import local_config, open_policy
 from bench.log_damage import DamagedLog
-from learner.checkpoint.resume import find_resume_state
+from learner.checkpoint.checkpoint import find_resume_state
 from learner.ranks.mesh import Ranks
 from learner.record.pareto import ParetoArchive
 from learner.setup.hub import same_address

@@ -19,7 +19,7 @@ from learner.data.layout import make_layout
 from learner.model.optimizer import optimizer_step
 from learner.model.policy import load_policy
 from learner.model.optimizer import Schedule, make_optimizer
-from learner.model.parameters import policy_parameters
+from learner.model.policy import policy_parameters
 from learner.publish.publisher import Publisher
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import OptimizerConfig

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from actors.engines.base import GenerateRequest, Generation, VersionSpan
-from actors.engines.vllm.imports import check_names, vllm
+from actors.engines.vllm.imports import check_names, check_output_layer, vllm
 from actors.engines.vllm.process import (
     EngineProcessGroup,
     StagedDocument,
@@ -35,14 +35,15 @@ _STAGED_CHECK_S = 0.02
 class Core:
     """Owner of one AsyncLLM at a time, each with the same `arguments` of AsyncEngineArgs and `num_threads` on a CPU.
 
-    `tied` names the copies that documents leave out, each with the name that its values come under.
+    `tied` names the copies that documents leave out, each with the name that its values come under; `untied` the
+    model's classes, where its output layer is another tensor than its embeddings.
     """
 
     def __init__(
         self, group: EngineProcessGroup, arguments: Mapping[str, Any], device: str, num_threads: int | None,
-        tied: Mapping[str, str],
+        tied: Mapping[str, str], untied: Sequence[str] = (),
     ) -> None:
-        self.group, self._arguments, self._tied = group, dict(arguments), dict(tied)
+        self.group, self._arguments, self._tied, self._untied = group, dict(arguments), dict(tied), untied
         self._device, self._num_threads = device, num_threads
         self.llm: Any = None
         self.num_bytes_staged = self._seen_bytes = 0  # of all documents, and of the one under way
@@ -70,6 +71,8 @@ class Core:
     def _check(self) -> None:
         check_names()
         check_argument_names(self._arguments, vllm().AsyncEngineArgs, vllm().version)
+        if self._untied:
+            check_output_layer(self._untied)
 
     def _environment(self) -> AbstractContextManager[None]:
         eager = bool(self._arguments.get("enforce_eager"))

@@ -102,7 +102,9 @@ class VllmEngine:
             **self._more_arguments(), "model": self._model_folder(group, arguments), "max_logprobs": self.vocab_size,
         }
         tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-        self._core = Core(group, arguments, spec.device, spec.num_threads, tied)
+        shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        untied = () if shared else tuple(model.config.architectures)
+        self._core = Core(group, arguments, spec.device, spec.num_threads, tied, untied)
         self._start_empty()
         self._served: tuple[Mapping[str, Any], VersionRef] | None = None  # what a restarted core gets back
         self._exchange = asyncio.Lock()  # an install or a restart

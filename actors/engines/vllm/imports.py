@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -43,10 +45,14 @@ NAMES: dict[str, tuple[str, ...]] = {
     "vllm.outputs:RequestOutput": ("outputs", "prompt_logprobs"),
     "vllm.inputs.engine:tokens_input": ("prompt_token_ids", "cache_salt"),
     "vllm.config:set_current_vllm_config": ("vllm_config",),
+    "vllm.model_executor.models:ModelRegistry.models": (),
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": (),
 }
 """`module:name` of everything used, with the parameters (of a class: of its construction) that it is called with."""
+
+_OUTPUT_LAYER = re.compile(r"ParallelLMHead\(|self\.lm_head\b|init_vllm_registered_model")
+"""How a model's class of vLLM makes an output layer; the last makes a language model of another class, with its own."""
 
 
 def moved(name: str, parameters: tuple[str, ...]) -> str | None:
@@ -90,3 +96,28 @@ def check_names() -> None:
     problems = [problem for name, parameters in NAMES.items() if (problem := moved(name, parameters)) is not None]
     if problems:
         raise EngineError(f"vLLM {version} lacks what streamrl uses of it: {'; '.join(problems)}. See docs/vllm.md")
+
+
+def makes_output_layer(model: type) -> bool:
+    """Whether a model's class of vLLM, or one that it is derived from, makes an output layer."""
+    own = [part for part in model.__mro__ if part.__module__.partition(".")[0] not in ("torch", "builtins", "abc")]
+    return any(_OUTPUT_LAYER.search(inspect.getsource(part)) for part in own)
+
+
+def check_output_layer(architectures: Sequence[str]) -> None:
+    """Raise EngineError for an untied model whose class in vLLM computes logits with the embeddings, whatever comes.
+
+    vLLM would start with random weights, and fail when the first version is installed.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture in architectures:
+        try:
+            always_tied = not makes_output_layer(ModelRegistry.models[architecture].load_model_cls())
+        except (KeyError, ImportError, OSError, TypeError):  # not one of its own, or it needs a package: vLLM will tell
+            continue
+        if always_tied:
+            raise EngineError(
+                f"vLLM's {architecture} has no output layer beside its embeddings, and this model has one "
+                "(tie_word_embeddings=false in config.json): take actors.engine=native"
+            )

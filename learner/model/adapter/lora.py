@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from learner.checkpoint.shards import reshard
 from learner.data.packing import MicroBatch
-from learner.model.parameters import policy_parameters, policy_tensors
-from learner.model.policy import Policy
-from learner.model.reference import FrozenPolicy
+from learner.model.networks import FrozenPolicy
+from learner.model.policy import Policy, policy_parameters, policy_tensors
 from learner.ranks.mesh import Ranks, local_part
 from streamrl.config.schema import LoraBase, LoraConfig, LoraInit
 from streamrl.errors import ConfigError

@@ -17,8 +17,8 @@ from learner.hub.shared.broadcaster_process import BroadcasterProcess
 from learner.hub.shared.settings import HubSettings
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings
-from learner.model.parameters import policy_parameters
 from learner.model.paths import wire_dtype
+from learner.model.policy import policy_parameters
 from learner.model.tiny import make_tiny_model
 from learner.publish.publisher import Publisher
 from learner.ranks.mesh import Ranks

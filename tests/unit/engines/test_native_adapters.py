@@ -6,14 +6,22 @@ import asyncio
 import copy
 import time
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from actors.engines.base import AdapterSpec
 from actors.engines.native.engine import NativeEngine
-from streamrl.errors import WeightsError
+from actors.engines.native.forward import LayerShape, PromptRows, SlotCache
+from actors.engines.native.weights import linear_weights, round_to_int8_
+from actors.settings import engine_spec
+from streamrl.config.load import load_config
+from streamrl.errors import ConfigError, WeightsError
 from streamrl.weights.adapter import DOWN, UP, merged
+from tests.unit.actors.fakes import V1 as PUBLISHED
+from tests.unit.actors.test_probe import ProbedWeights, installed
 from tests.unit.engines.tiny_models import (
     TIMEOUT_S,
     V1,
@@ -21,6 +29,7 @@ from tests.unit.engines.tiny_models import (
     V3,
     GatedTokenizer,
     document,
+    engine_for,
     llama,
     prompt_of,
     qwen3,
@@ -205,3 +214,106 @@ def test_the_live_tensors_are_those_of_base_and_newest_adapter():
             assert torch.equal(live[name], tensor), name
 
     run(work)
+
+
+def transcription(weight: torch.Tensor) -> torch.Tensor:
+    rows = []
+    for row in weight.tolist():
+        scale = max(map(abs, row)) / 127
+        rows.append([round(value / scale) * scale if scale else value for value in row])
+    return torch.tensor(rows)
+
+
+def test_a_matrix_is_rounded_as_int8_with_a_scale_for_each_row():
+    weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0.0
+    rounded = weight.clone()
+    round_to_int8_(rounded)
+    torch.testing.assert_close(rounded, transcription(weight), atol=1e-6, rtol=1e-6)
+    assert max(len(row.unique()) for row in rounded) <= 255 and (rounded - weight).abs().max() > 1e-4
+    again = rounded.clone()
+    round_to_int8_(again)
+    torch.testing.assert_close(again, rounded, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [qwen3, llama])
+def test_an_int8_engine_samples_from_the_rounded_model_and_installs_again(make):
+    model = make()
+    rounded = copy.deepcopy(model)
+    names = linear_weights(rounded)
+    assert len(names) == 2 * 7 and not any("head" in name or "embed" in name for name in names)
+    with torch.no_grad():
+        for name in names:
+            rounded.get_parameter(name).copy_(transcription(model.get_parameter(name)))
+
+    async def check():
+        async with engine_for(model, weights="int8") as engine:
+            for _ in range(2):  # the second install fills the spare tensors
+                prompt = prompt_of(9)
+                found = await engine.generate(request(prompt, 12))
+                expected = truth_logprobs(rounded, prompt, found.token_ids)
+                torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-4, rtol=1e-4)
+                full = truth_logprobs(model, prompt, found.token_ids)
+                assert 1e-3 < float((expected - full).abs().max()) < 0.5
+                await engine.install(document(model), PUBLISHED)
+
+    run(check)
+
+
+@pytest.mark.parametrize(("tolerance", "passes"), [(0.3, True), (1e-4, False)])
+def test_the_probe_compares_log_probs_and_no_bits(tolerance, passes):
+    model = qwen3()
+
+    async def check():
+        async with engine_for(model, weights="int8", install=False) as engine:
+            _, report = await installed(engine, ProbedWeights(model, tolerance=tolerance))
+            assert report.ok and (report.probe.failed == "") is passes
+            assert passes or "log-probs of the probe differ" in report.probe.failed
+
+    run(check)
+
+
+@pytest.mark.shows("actors.weights")
+def test_the_setting_reaches_the_engine_and_is_refused_for_another(tmp_path):
+    for value in ("full", "int8"):
+        config = load_config(["experiment=quickstart", f"actors.weights={value}"])
+        assert engine_spec(config, tmp_path, SimpleNamespace()).weights == value
+    with pytest.raises(ConfigError, match="actors.weights=int8 is rounded by the native engine alone"):
+        load_config(["experiment=quickstart", "actors.weights=int8", "actors.engine=vllm"])
+
+
+CPU = torch.device("cpu")
+
+
+def test_rows_take_memory_when_they_are_written_and_not_before() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = SlotCache([LayerShape(4, 64, 64)] * 4, slots=64, max_tokens=4096, dtype=torch.float32, device=CPU)
+    assert cache.nbytes == 2**31
+    assert process.memory_info().rss - before < 2**27
+    rows = PromptRows.from_rows([[0, 1]], CPU)
+    cache.put_prompts(3, rows, torch.ones(1, 4, 512, 64), torch.full((1, 4, 512, 64), 2.0))
+    assert cache.keys[3][1, 2, 511].unique().tolist() == [1.0] and cache.values[3][0, 0, 0].unique().tolist() == [2.0]
+    assert cache.keys[3][1, 2, 512:].count_nonzero() == 0 and cache.keys[3][2].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("rows", [[[2], [3], [4]], [[0, 1], [2, 3], [4, 5]], [[1], [3], [5]], [[0, 1], [2], [4, 5]]])
+def test_each_prompt_is_in_its_rows_and_in_no_other(rows: list[list[int]]) -> None:
+    cache = SlotCache([LayerShape(2, 8, 4)], slots=6, max_tokens=16, dtype=torch.float32, device=CPU)
+    keys = torch.arange(1.0, 4.0)[:, None, None, None].expand(3, 2, 5, 8)
+    cache.put_prompts(0, PromptRows.from_rows(rows, CPU), keys, 10 * keys[..., :4])
+    expected = torch.zeros(6)
+    for number, own in enumerate(rows, 1):
+        expected[own] = number
+    assert torch.equal(cache.keys[0][:, :, :5], expected[:, None, None, None].expand(6, 2, 5, 8))
+    assert torch.equal(cache.values[0][:, :, :5], 10 * expected[:, None, None, None].expand(6, 2, 5, 4))
+    assert not cache.keys[0][:, :, 5:].any() and not cache.values[0][:, :, 5:].any()
+
+
+def test_tensors_of_a_cache_outlive_it_and_are_writable() -> None:
+    cache = SlotCache([LayerShape(1, 8, 4)], slots=2, max_tokens=16, dtype=torch.bfloat16, device=CPU)
+    keys, values = cache.keys[0], cache.values[0]
+    del cache
+    keys[1, 0, 15] = 3
+    assert keys.shape == (2, 1, 16, 8) and values.shape == (2, 1, 16, 4)
+    assert keys.sum().item() == 24 and values.sum().item() == 0

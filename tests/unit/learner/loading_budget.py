@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner.checkpoint.model_files import ModelFiles
-from learner.model.critic_network import build_critic
+from learner.model.critic import build_critic
 from learner.model.policy import load_policy
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import CriticConfig, CriticKind

@@ -7,6 +7,7 @@ checks what they are given.
 from __future__ import annotations
 
 import gc
+import random
 import sys
 import types
 import weakref
@@ -21,11 +22,12 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from learner.checkpoint.resume import ResumeState
-from learner.data.layout import make_layout
+from learner.checkpoint.checkpoint import ResumeState
+from learner.data.layout import cut_layout, make_layout
 from learner.model.attention import kernels as choice
 from learner.model.attention.kernels import (
     ATTENTIONS,
+    Ends,
     attend_flex,
     attend_in_blocks,
     attend_varlen,
@@ -35,10 +37,10 @@ from learner.model.attention.kernels import (
 from learner.model.policy import decoder_layers, load_policy
 from learner.ranks.mesh import Ranks
 from learner.setup.trainer import load_networks
-from streamrl.architectures.attention import CAUSAL, MaskRule, carry
+from streamrl.architectures.attention import CAUSAL, MaskRule, attend, carry
 from streamrl.errors import ConfigError
 from tests.unit.config.setting_harness import config_of, tiny_model
-from tests.unit.learner.test_shared_passes import GROUPS, assert_same, passes
+from tests.unit.learner.test_packed_scoring import GROUPS, assert_same, passes
 from tests.unit.learner.test_shared_prompts import rows_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -292,3 +294,43 @@ def test_the_layers_of_a_run_are_compiled_if_it_asks_for_it(tmp_path):
         compiled.append({layer._compiled_call_impl is not None for layer in decoder_layers(networks.policy.model)})
 
     assert compiled == [{False}, {True}]
+
+
+WINDOW = MaskRule(lambda row, head, query, key: (key <= query) & (key > query - 4), local_size=4)
+CHUNKS = MaskRule(lambda row, head, query, key: (key <= query) & (key // 3 == query // 3), local_size=3, plain=False)
+
+
+def by_sequence(query, key, value, ends: Ends, scale, left):
+    """A kernel for sequences of different length, one after another: queries end where keys do."""
+    found = []
+    for one in range(len(ends.queries) - 1):
+        (first, last), (low, high) = ends.queries[one : one + 2].tolist(), ends.keys[one : one + 2].tolist()
+        places = torch.arange(high - low)
+        seen = places <= places[len(places) - (last - first) :, None]
+        if left >= 0:
+            seen &= places >= places[len(places) - (last - first) :, None] - left
+        parts = (t.transpose(0, 1)[None] for t in (query[first:last], key[low:high], value[low:high]))
+        found.append(attend(*parts, mask=seen[None, None], scaling=scale)[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("rule", [CAUSAL, WINDOW, CHUNKS], ids=["causal", "window", "chunks"])
+def test_the_parts_of_a_row_are_the_row_whatever_a_rule_hides(rule):
+    chance = random.Random(0)
+    torch.manual_seed(0)
+    for _ in range(60):
+        lengths = [chance.randint(1, 9) for _ in range(chance.randint(1, 6))]
+        parents = [chance.choice([-1, *range(child)]) for child in range(len(lengths))]
+        size = chance.choice([2, 3, 4])
+        padding = -sum(lengths) % size
+        width = (sum(lengths) + padding) // size
+        packing = make_layout([*lengths, *[1] * padding], [*parents, *[-1] * padding])
+        query, key, value = (torch.randn(width * size, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+        whole = attend_in_blocks(query, key, value, packing, rule)
+        for part in (slice(at * width, (at + 1) * width) for at in range(size)):
+            cut = cut_layout(
+                make_layout(lengths, parents), part.start, part.stop, padding=padding, gather=lambda keys: keys
+            )
+            torch.testing.assert_close(attend_in_blocks(query[part], key, value, cut, rule), whole[part])
+            varied = attend_varlen(by_sequence, query[part], key, value, cut, rule)
+            torch.testing.assert_close(varied, whole[part])

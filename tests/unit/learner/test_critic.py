@@ -10,7 +10,7 @@ import torch
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import pack
-from learner.model.critic_network import VALUE_HEAD, build_critic
+from learner.model.critic import VALUE_HEAD, build_critic
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from learner.checkpoint.model_files import ModelFiles, empty_model
 from learner.data.packing import pack
 from learner.model.attention.packed import ATTENTION
-from learner.model.critic_network import build_critic
+from learner.model.critic import build_critic
+from learner.model.networks import load_reference
 from learner.model.policy import load_policy
-from learner.model.reference import load_reference
 from learner.ranks.mesh import Ranks, local_part
 from streamrl.config.schema import Config, CriticConfig, CriticKind
 from streamrl.errors import ConfigError

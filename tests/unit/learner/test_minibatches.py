@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner.checkpoint.resume import find_resume_state
+from learner.checkpoint.checkpoint import find_resume_state
 from learner.loop.run import Run
 from learner.model.networks import Networks
 from learner.model.optimizer import BatchResult, Schedule, StepResult, make_optimizer
@@ -249,7 +249,7 @@ def test_a_run_resumes_with_as_many_optimizer_steps_a_batch_as_it_had(tmp_path, 
     (tmp_path / "run_id").write_text("run")
     extra = {"run_id": "run", "lineage": [[1, 0, 8]], "wall_s": 1.0, "trained_tokens": 9, "steps_per_batch": 4}
     found = SimpleNamespace(path=tmp_path / "ckpt-00000008", version=8, extra=extra)
-    monkeypatch.setattr("learner.checkpoint.resume.find_checkpoint", lambda *_: found)
+    monkeypatch.setattr("learner.checkpoint.checkpoint.find_checkpoint", lambda *_: found)
 
     def find(num_epochs):
         return find_resume_state(tmp_path, Ranks(), resume=True, num_minibatches=2, num_epochs=num_epochs)

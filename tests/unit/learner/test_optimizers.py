@@ -11,7 +11,7 @@ import torch
 from learner.model import moments as adam8bit
 from learner.model import moments as offload
 from learner.model import optimizer as optimizers
-from learner.model.critic_network import build_critic
+from learner.model.critic import build_critic
 from learner.model.moments import AdamW8bit, block_of
 from learner.model.optimizer import (
     OPTIMIZERS,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from learner.data.packing import pack
 from learner.data.trajectories import Trajectory, TrajectoryReader
-from learner.model.critic_network import build_critic
+from learner.model.critic import build_critic
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks

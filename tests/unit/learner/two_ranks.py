@@ -31,11 +31,10 @@ from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import equalize, pack
 from learner.data.selection import LeaveOut
 from learner.model.adapter.lora import FrozenAdapter, add_adapter
-from learner.model.critic_network import build_critic
-from learner.model.networks import Networks
+from learner.model.critic import build_critic
+from learner.model.networks import FrozenPolicy, Networks, sync_if_due
 from learner.model.optimizer import Schedule, make_optimizer, optimizer_step
 from learner.model.policy import Policy, load_policy
-from learner.model.reference import FrozenPolicy, sync_if_due
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.regularizers import Regularizers

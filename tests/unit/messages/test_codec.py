@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import inspect
 
-from streamrl import messages
+from streamrl import messages as wire
 from streamrl.errors import BodyError, ContentError, DigestError, FrameError, KindError, ProtocolVersionError, WireError
-from streamrl.messages import TO_ACTOR, TO_HUB, Bye, Group, Member, MemberStatus, Sampling, Span, Turn
-from streamrl.messages.codec import PREAMBLE, Decoder, encode, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from streamrl.messages import PROTOCOL, TO_ACTOR, TO_HUB, Bye, Group, Member, MemberStatus, Sampling, Span, Turn
+from streamrl.messages.codec import (
+    MAGIC,
+    PREAMBLE,
+    Decoder,
+    encode,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+    unpack_logprobs,
+)
+from tests.unit.messages.examples import GOLDEN, WITHOUT_KIND, frame_of, messages, structs
 
 
 def make_group(num_tokens: int) -> Group:
@@ -97,7 +111,7 @@ def test_no_bytes_at_all_make_the_decoder_raise_anything_but_wire_errors(noise, 
 def test_fields_appended_by_a_later_release_are_ignored_and_missing_ones_take_their_defaults():
     body = msgspec.msgpack.decode(msgspec.msgpack.encode(Bye(3, "x")))
     assert Decoder(TO_HUB).decode(frame_with_body(msgspec.msgpack.encode([*body, "new field"]), kind=12)) == Bye(3, "x")
-    beat = messages.ActorHeartbeat(1, 2, 3, 0, 0, None, 0, (), 0, 0)
+    beat = wire.ActorHeartbeat(1, 2, 3, 0, 0, None, 0, (), 0, 0)
     short = msgspec.msgpack.decode(msgspec.msgpack.encode(beat))[:-2]
     assert Decoder(TO_HUB).decode(frame_with_body(msgspec.msgpack.encode(short), kind=6)) == beat
 
@@ -124,3 +138,67 @@ def test_arrays_are_views_of_the_frame_and_keep_their_types():
     assert ids.dtype == np.int32 and ids.tolist() == [5, 2**31 - 1] and not ids.flags.owndata
     logprobs = unpack_logprobs(pack_logprobs([-0.1, -2.5]))
     assert logprobs.dtype == np.float32 and not logprobs.flags.writeable
+
+
+FRAMES, FIELDS, OLDER = (json.loads(GOLDEN.read_text())[key] for key in ("frames", "fields", "older"))
+NEW = "run python -m tests.unit.messages.examples to record it (after an appended field: take the old frame out first)"
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_an_old_frame_is_understood_and_encoded_again_to_the_same_bytes(name):
+    frame = bytes.fromhex(FRAMES[name])
+
+    if name in messages():
+        message = Decoder({int(name.split()[0]): messages()[name]}).decode(frame)
+        assert bytes(encode(message)) == frame
+    else:
+        cls = next(cls for cls in WITHOUT_KIND if cls.__name__ == name)
+        assert msgspec.msgpack.encode(msgspec.msgpack.decode(frame, type=cls)) == frame
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_a_frame_from_before_a_field_was_appended_is_understood(name):
+    def begins(old, new):  # appended fields stand at the end of every level
+        if isinstance(old, list):
+            return len(old) <= len(new) and all(begins(*pair) for pair in zip(old, new, strict=False))
+        return old == new
+
+    frame = bytes.fromhex(OLDER[name])
+    message = Decoder({int(name.split()[0]): messages()[name]}).decode(frame)
+    old, new = (msgspec.msgpack.decode(one[PREAMBLE.size :]) for one in (frame, bytes(encode(message))))
+    assert old != new and begins(old, new)
+
+
+ENUM_FIELDS = [
+    (name, at)
+    for name, cls in messages().items() for at, field in enumerate(inspect.type_info(cls).fields)
+    if isinstance(field.type, inspect.EnumType)
+]
+
+
+@pytest.mark.parametrize(("name", "at"), ENUM_FIELDS, ids=[f"{name}[{at}]" for name, at in ENUM_FIELDS])
+def test_a_value_that_its_enum_does_not_have_is_refused(name, at):
+    body = msgspec.msgpack.decode(bytes.fromhex(FRAMES[name])[PREAMBLE.size :])
+    body[at] = 99
+    kind, raw = int(name.split()[0]), msgspec.msgpack.encode(body)
+    frame = PREAMBLE.pack(MAGIC, PROTOCOL, kind, 0, xxhash.xxh3_64_intdigest(raw)) + raw
+
+    with pytest.raises(BodyError, match="Invalid enum value 99"):
+        Decoder({kind: messages()[name]}).decode(frame)
+
+
+def test_every_message_has_a_golden_frame():
+    assert FRAMES.keys() == messages().keys() | {cls.__name__ for cls in WITHOUT_KIND}, NEW
+
+
+def test_a_golden_frame_sets_every_field():
+    # A frame that is shorter than the struct would prove nothing of the fields that it leaves to their defaults.
+    assert {name: len(FRAMES[name]) for name, cls in messages().items()} == {
+        name: len(frame_of(cls)) for name, cls in messages().items()
+    }
+
+
+@pytest.mark.parametrize("cls", structs(), ids=lambda cls: cls.__name__)
+def test_fields_are_appended_and_never_moved(cls):
+    assert cls.__name__ in FIELDS, NEW
+    assert list(cls.__struct_fields__)[: len(FIELDS[cls.__name__])] == FIELDS[cls.__name__]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from learner.model.parameters import policy_parameters
+from learner.model.policy import policy_parameters
 from learner.publish.publisher import Publisher
 from learner.ranks.mesh import Mesh, Ranks
 from streamrl.messages import VersionRef

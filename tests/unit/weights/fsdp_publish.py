@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import learner.publish.publisher as publisher_module
-from learner.model.parameters import policy_tensors
+from learner.model.policy import policy_tensors
 from learner.publish import rows
 from learner.publish.publisher import Publisher
 from learner.ranks.mesh import Mesh, Ranks

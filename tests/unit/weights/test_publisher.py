@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner.model.parameters import policy_parameters, policy_tensors
+from learner.model.policy import policy_parameters, policy_tensors
 from learner.publish.publisher import Publisher
 from streamrl.errors import RunLockedError, WeightsError
 from streamrl.messages import Manifest, VersionRef

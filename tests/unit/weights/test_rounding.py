@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.model.parameters import policy_parameters
+from learner.model.policy import policy_parameters
 from learner.publish.publisher import Publisher
 from learner.publish.rounding import with_wire_precision
 from streamrl.messages import VersionRef

@@ -7,9 +7,9 @@ import pytest
 from learner.hub.ledger.tables.filters import zero_std
 from learner.hub.ledger.tables.passed_over import PassedOver
 from streamrl.messages import Group, GroupOrigin
+from streamrl.messages.actors import TO_HUB
 from streamrl.messages.codec import Decoder
 from streamrl.messages.seeding import draw_key
-from streamrl.messages.work import TO_HUB
 from tests.unit.hub.factories import FakeActor, make_ledger, train
 
 

@@ -14,8 +14,8 @@ from learner.hub.ledger.tables.prompts import NUM_FIRST, PromptStream
 from learner.hub.setup import record_of
 from streamrl.errors import DataChangedError, TaskError
 from streamrl.messages import TO_ACTOR, Lease, Leases, Limits, Sampling, VersionRef
+from streamrl.messages.actors import MAX_RECORD_BYTES
 from streamrl.messages.codec import Decoder, encode
-from streamrl.messages.work import MAX_RECORD_BYTES
 from tests.unit.hub.factories import STEADY, FakeActor, ledger_arguments, settings, train
 
 

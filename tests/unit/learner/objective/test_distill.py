@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 import streamrl
 from learner.data.packing import pack
 from learner.data.trajectories import Trajectory
+from learner.model.networks import FrozenPolicy
 from learner.model.policy import load_policy
-from learner.model.reference import FrozenPolicy
 from learner.model.teacher import check_teacher, load_teacher
 from learner.model.tiny import make_tiny_model
 from learner.objective.loss import policy_term, shaped_advantages

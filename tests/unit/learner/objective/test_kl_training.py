@@ -10,9 +10,9 @@ import torch
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import pack
+from learner.model.networks import FrozenPolicy, load_reference, sync_if_due
 from learner.model.optimizer import Schedule, make_optimizer, optimizer_step
 from learner.model.policy import Policy, load_policy
-from learner.model.reference import FrozenPolicy, load_reference, sync_if_due
 from learner.objective.kl_options import needs_reference
 from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective

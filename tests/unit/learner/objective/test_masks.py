@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from learner.data.packing import pack
-from learner.model.networks import Networks
+from learner.model.networks import FrozenPolicy, Networks
 from learner.model.optimizer import BatchResult, StepResult
 from learner.model.policy import load_policy
-from learner.model.reference import FrozenPolicy
 from learner.objective.lag_policy import LagPolicy
 from learner.objective.masks import token_masks
 from learner.objective.objective import Objective
