@@ -77,7 +77,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     "flow/test_resume.py": {
         "test_a_killed_learner_resumes_and_its_actors_reconnect_by_themselves": "36 slow steps",
         "test_a_learner_told_to_stop_saves_first_and_its_successor_repeats_nothing": "30 slow steps",
-        "test_a_second_learner_on_a_living_run_is_refused": "two learners; unit/learner/test_run_lock.py has the lock",
+        "test_a_second_learner_on_a_living_run_is_refused": "two learners; unit/learner/test_checkpoint has the lock",
         "test_an_actor_that_outlived_its_learner_joins_another_run_at_the_same_address": "two runs, one learner killed",
     },
     "flow/test_mesh_runs.py": "launched runs of four ranks, resumed twice; unit/learner/test_mesh.py has the layouts",
@@ -115,7 +115,7 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_2_a_state_critic_on_retrace_targets_learns_the_behavior_policy_unless_its_ratio_is_applied":
             "thousands of sweeps, for a negative result",
     },
-    "unit/architectures/test_families.py": {
+    "unit/architectures/test_architectures.py": {
         "test_a_family_that_is_built_like_others_does_what_the_page_says_too":
             "one family of each kind is in `make test`",
     },
@@ -139,8 +139,10 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_a_core_that_dies_while_an_install_waits_for_it_is_replaced_and_the_old_version_serves",
         "test_closing_ends_those_who_wait_and_leaves_no_process_and_no_folder",
     ), "vLLM starts once more"),
-    "unit/engines/test_vllm_mixtures.py": "vLLM starts with a mixture",
-    "unit/engines/test_vllm_two_ranks.py": "vLLM starts with two ranks",
+    "unit/engines/test_vllm_models.py": {
+        "test_every_version_of_a_tied_mixture_is_served_as_the_learner_computes_it": "vLLM starts with a mixture",
+        "test_each_rank_takes_its_part_of_every_version": "vLLM starts with two ranks",
+    },
     "unit/envs/test_hostile_answers.py": {
         "test_no_data_set_runs_an_answer_stalls_on_it_or_pays_for_it": "every hostile answer to every data set",
         "test_no_reward_stalls_on_an_answer_in_any_form": "the form that each reward reads first is in `make test`",

@@ -79,8 +79,8 @@ PICKLE_FAMILY = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 TRACKERS = {path.stem for path in (ROOT / "streamrl/metrics/trackers").glob("*.py")} - {"__init__", "registry"}
 ONE_DOOR = {
     **{name: {f"streamrl.metrics.trackers.{name}"} for name in TRACKERS},  # each is named after its library
-    "bitsandbytes": {"learner.model.optimizer", "learner.model.adapter.quantize"},
-    "peft": {"learner.model.adapter.lora", "learner.model.adapter.quantize"},
+    "bitsandbytes": {"learner.model.optimizer", "learner.model.adapter.lora"},
+    "peft": {"learner.model.adapter.lora"},
     "hydra": {"streamrl.config.load", "streamrl.config.sweep_words"},
     "optuna": {"streamrl.sweep.study"},
     "omegaconf": {"streamrl.config.load"},

@@ -219,7 +219,7 @@ SHOWN_BY = {
     "policy.tiny.cache_dir": f"{LEARNER}::test_made_models_are_cached_and_reused",
     "learner.max_tokens_per_device": f"{LEARNER}::test_the_token_budget_sets_how_many_passes_a_batch_takes",
     "learner.logprob_chunk_tokens": (
-        "learner/test_logprob_head.py::test_no_tensor_larger_than_a_chunk_of_logits_is_ever_made"
+        "learner/test_logprobs.py::test_no_tensor_larger_than_a_chunk_of_logits_is_ever_made"
     ),
     "learner.rank_timeout_s": f"{LEARNER}::test_a_rank_that_waits_alone_gives_up_after_the_time_set",
     "learner.stall_report_s": f"{HUB}::test_a_wait_is_reported_only_after_the_time_set",
