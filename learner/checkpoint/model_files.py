@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from learner.checkpoint.shards import Box, local_box
 from learner.ranks.mesh import Ranks, local_part
 from streamrl.architectures.miniature import first_layers
-from streamrl.architectures.saved_buffers import keep_buffers_wide, saved_buffers
+from streamrl.architectures.saved_buffers import keep_buffers_wide, saved_tensors
 from streamrl.errors import ConfigError, in_one_line
 from streamrl.weights.model_folder import read_whole, stored_tensors, untied
 
@@ -124,7 +124,7 @@ class ModelFiles:
 
     def hold(self, model: nn.Module) -> bool:
         """Whether every weight of the model is here under its own name, in its shape, and as a weight: no code."""
-        wanted = dict(_saved_tensors(model))
+        wanted = dict(saved_tensors(model))
         return bool(self._stored) and all(
             name in self._stored and self._stored[name].shape == tuple(tensor.shape)
             and (self._stored[name].is_plain or not tensor.is_floating_point()) for name, tensor in wanted.items()
@@ -153,7 +153,7 @@ class ModelFiles:
     @torch.no_grad()
     def fill(self, model: nn.Module) -> None:
         """Read this rank's rows of every weight; cast on the device that they are on."""
-        for name, tensor in _saved_tensors(model):
+        for name, tensor in saved_tensors(model):
             box, local = local_box(tensor), local_part(tensor.detach())
             if not local.numel() or local.is_meta:  # of a layer that is not used
                 continue
@@ -181,8 +181,8 @@ def spread(whole: nn.Module | None, model: nn.Module, ranks: Ranks) -> None:
     Args:
         whole: of the same architecture, on rank 0 alone.
     """
-    held = dict(_saved_tensors(whole)) if whole is not None else {}
-    for name, tensor in _saved_tensors(model):
+    held = dict(saved_tensors(whole)) if whole is not None else {}
+    for name, tensor in saved_tensors(model):
         local = local_part(tensor.detach())
         if local.is_meta:
             continue
@@ -193,9 +193,3 @@ def spread(whole: nn.Module | None, model: nn.Module, ranks: Ranks) -> None:
             dist.broadcast(full, 0)
         box = local_box(tensor)
         local.copy_(full[box.within(Box((0,) * tensor.dim(), tuple(tensor.shape)))])
-
-
-def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name in a checkpoint, tensor): parameters, tied ones once, and the buffers that are saved."""
-    yield from model.named_parameters()
-    yield from saved_buffers(model)

@@ -21,7 +21,7 @@ from learner.data.packing import MicroBatch
 from learner.model.critic import Critic
 from learner.model.policy import Policy, load_policy
 from learner.ranks.mesh import Ranks, local_part
-from streamrl.architectures.saved_buffers import saved_buffers
+from streamrl.architectures.saved_buffers import saved_buffers, saved_tensors
 from streamrl.config.schema import ReferenceConfig
 from streamrl.errors import ConfigError
 
@@ -89,7 +89,7 @@ class FrozenPolicy:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(key, sharded tensor) of every parameter and saved buffer, for a checkpoint."""
         reshard(self._policy)
-        for name, tensor in (*self._policy.named_parameters(), *saved_buffers(self._policy)):
+        for name, tensor in saved_tensors(self._policy):
             yield f"frozen/{self.name}/{name}", tensor.detach()
 
     def restore(self, shards: ShardReader) -> bool:

@@ -37,7 +37,7 @@ from learner.model.scoring.self_check import NotExact, prepare, why_not_shared
 from learner.model.tensor_parallel import split_model
 from learner.ranks.mesh import Ranks
 from streamrl.architectures.rope import fix_rope
-from streamrl.architectures.saved_buffers import saved_buffers
+from streamrl.architectures.saved_buffers import saved_tensors
 from streamrl.config.schema import LearnerConfig
 from streamrl.errors import ConfigError
 from streamrl.weights.model_folder import check_folder
@@ -53,8 +53,7 @@ def policy_parameters(model: Module) -> list[tuple[str, Parameter]]:
 
 def policy_tensors(model: Module) -> list[tuple[str, Tensor]]:
     """All that a checkpoint of it holds: `policy_parameters`, then the saved buffers."""
-    buffers = [(_checkpoint_name(name), buffer) for name, buffer in saved_buffers(model)]
-    return [*policy_parameters(model), *buffers]
+    return [(_checkpoint_name(name), tensor) for name, tensor in saved_tensors(model)]
 
 
 def travels_as(tensor: Any, dtype: torch.dtype) -> torch.dtype:

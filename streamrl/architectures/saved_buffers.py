@@ -22,6 +22,12 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
+def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all that a checkpoint of it holds: parameters, tied ones once, then the saved buffers."""
+    yield from module.named_parameters()
+    yield from saved_buffers(module)
+
+
 def keep_buffers_wide(module: nn.Module) -> None:
     """Give saved buffers of a float type float32, as transformers keeps them where rounding would change an expert.
 

@@ -34,8 +34,8 @@ its own (`ContentError.check`):
 Where top-p, top-k or min-p cut the distribution off, a member names the ids that each action token was drawn from. The
 learner's log-probs are of the distribution over the same ids, so that a ratio at lag 0 is 1. The form of `Member.sets`:
 
-    u16 little-endian   size of each action token's set, in the order of the tokens
-    then                the ids of all sets, ascending in each: u16 if all of them fit, else u32
+        u16 little-endian   size of each action token's set, in the order of the tokens
+        then                the ids of all sets, ascending in each: u16 if all of them fit, else u32
 """
 
 from __future__ import annotations

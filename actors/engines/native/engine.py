@@ -187,10 +187,15 @@ class NativeEngine:
 
     async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
         """See `Engine.install`. The copy is made beside the running model; only the pointer swap stops it."""
+        return await self._install(self._weights.stage, tensors, self._weights.swap, ref)
+
+    async def _install(
+        self, stage: Callable[[Any], Any], tensors: Mapping[str, Any], exchange: Callable[[Any], None], ref: VersionRef
+    ) -> InstallTimes:
         begin = time.perf_counter()
         async with self._installing:
-            staged = await asyncio.to_thread(self._weights.stage, tensors)
-            pause_s = await self._on_thread(lambda: self._swap(lambda: self._weights.swap(staged), ref), self._swaps)
+            staged = await asyncio.to_thread(stage, tensors)
+            pause_s = await self._on_thread(lambda: self._swap(lambda: exchange(staged), ref), self._swaps)
         return InstallTimes(pause_s=pause_s, install_s=time.perf_counter() - begin)
 
     async def install_base(self, tensors: Mapping[str, Any]) -> None:
@@ -203,13 +208,9 @@ class NativeEngine:
         """See `TakesAdapters.install_adapter`."""
         if (adapters := self._adapters) is None:
             raise EngineError("this engine was built for whole models: set EngineSpec.adapter to what versions are")
-        begin = time.perf_counter()
-        async with self._installing:
-            staged = await asyncio.to_thread(adapters.stage, tensors)
-            pause_s = await self._on_thread(lambda: self._swap(
-                lambda: adapters.add(ref, staged, self._scheduler.versions_in_use), ref
-            ), self._swaps)
-        return InstallTimes(pause_s=pause_s, install_s=time.perf_counter() - begin)
+        return await self._install(
+            adapters.stage, tensors, lambda staged: adapters.add(ref, staged, self._scheduler.versions_in_use), ref
+        )
 
     async def score(self, token_ids: list[int], *, start: int, temperature: float) -> list[float]:
         """See `ScoresTokens.score`: one direct pass without the cache."""

@@ -12,7 +12,7 @@ from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import Outcome
 from tests.fakes.plain_engine import ScriptedEngine
-from tests.unit.actors.fakes import TOKENIZER, V1, V2, actor, always, lease, run
+from tests.unit.actors.fakes import TOKENIZER, V1, V2, actor, always, lease, run, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -83,7 +83,8 @@ def test_an_engine_of_ones_own_serves_a_worker_without_a_change_to_our_files(own
             (span,) = groups[2].members[0].versions
             assert (span.learner_epoch, span.version) == (V2.learner_epoch, V2.version)
             assert len(groups[1].members[0].token_ids) == 4 * 4
-            assert one.client.installed == [V1, V2] and one.client.progress.tokens_total == 12
+            assert one.client.installed == [V1, V2]
+            await until(lambda: one.client.progress.tokens_total == 12)  # comes with the next heartbeat
 
     run(use)
 
