@@ -251,7 +251,7 @@ def check_request(request: GenerateRequest, max_tokens: int, vocab_size: int) ->
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise RequestError for what is no distribution, or cannot be computed."""
+    """Raise RequestError for numbers that are no distribution, or cannot be computed."""
     temperature = sampling.temperature
     if temperature != 0.0 and not (math.isfinite(temperature) and temperature >= LOWEST_TEMPERATURE):
         raise RequestError(

@@ -133,7 +133,7 @@ def _failure_of(write: Callable[[], None]) -> OSError | None:
 
 
 def _agree(failure: Exception | None, draft: Path, version: int, ranks: Ranks) -> None:
-    """Raise CheckpointError on every rank if one failed; what was written leaves the disk, which may be full by it."""
+    """Raise CheckpointError on every rank if one failed; the draft leaves the disk, which may be full by it."""
     if ranks.maximum(float(failure is not None)):
         if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -295,7 +295,7 @@ def _manifest_bytes(body: Mapping[str, Any]) -> bytes:
 
 
 def _digest(path: Path) -> bytes:
-    """xxh3-128 of what the file system gives back, not of what was meant to be written."""
+    """xxh3-128 of the bytes that the file system gives back, not of those meant to be written."""
     state = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while piece := file.read(_PIECE):
@@ -352,7 +352,7 @@ def _raise_together(errors: Sequence[OSError | None], folder: Path, ranks: Ranks
 
 
 def _send(path: Path, source: int, ranks: Ranks, *, takes: bool) -> OSError | None:
-    """One file, piece by piece, from rank `source` to all; kept where `takes`. Returns what went wrong meanwhile."""
+    """Send one file, piece by piece, from rank `source` to all; kept where `takes`. Returns the error of a write."""
     sends, failure = ranks.rank == source, None
     num_bytes = int(ranks.maximum(float(path.stat().st_size if sends else 0)))
     draft = path.with_name(f"{path.name}.tmp-{ranks.rank}")  # two ranks of one machine may lack the same file

@@ -86,7 +86,7 @@ def _said(model_dir: Path) -> str:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, parameters of new modules lose their memory as they are registered; buffers keep their values."""
+    """Register the parameters of new modules without memory; buffers keep their values."""
     register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -1,4 +1,4 @@
-"""Tensors of a training run as boxes in files: every rank writes what it holds, any number of ranks reads it back.
+"""Tensors of a training run as boxes in files: every rank writes its own, any number of ranks reads them back.
 
 A rank's file is safetensors; its header says where in the whole tensor each local shard begins. Nothing is gathered,
 and a reader takes from each file just the rows that it needs.
@@ -67,7 +67,7 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free what FSDP2 has gathered of the root: its gathered copy would hide a change of the shards."""
+    """Free FSDP2's gathered copy of the root, which would hide a change of the shards."""
     if isinstance(module, FSDPModule):
         module.reshard()
 
@@ -75,7 +75,7 @@ def reshard(module: nn.Module) -> None:
 def training_tensors(
     policy: nn.Module, optimizer: torch.optim.Optimizer, also: Iterable[tuple[str, Tensor]] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """(key, tensor) of trained weights, what else belongs to them, and optimizer states, then `also`; tied ones once.
+    """(key, tensor) of trained weights, optimizer states, untrained weights and buffers, then `also`; tied ones once.
 
     Weights under an adapter are those of the model that the run started from, and not saved again.
     """
@@ -235,7 +235,7 @@ class ShardReader:
 def read_training_tensors(
     reader: ShardReader, module: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
 ) -> None:
-    """Fill a module and its optimizer with what `training_tensors` gave, under keys that begin with `prefix`.
+    """Fill a module and its optimizer with the tensors of `training_tensors`, under keys that begin with `prefix`.
 
     Raises CheckpointError: a tensor is missing, of another shape, or of a weight that is not trained here.
     """
@@ -261,7 +261,7 @@ def read_training_tensors(
 
 
 def _state_like(reader: ShardReader, key: str, parameter: Tensor) -> Tensor:
-    """A moment is placed as its parameter, as are the scales of its rows; what has another shape, a count, is whole."""
+    """A moment is placed as its parameter, as are its rows' scales; a state of another shape, a count, is whole."""
     shape, part = reader.shape(key), local_part(parameter.detach())
     rows = shape[:-1] if parameter.dim() > 1 else shape
     if not shape or rows != tuple(parameter.shape[: len(rows)]):

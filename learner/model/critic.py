@@ -106,7 +106,7 @@ class Critic:
     def fit(
         self, micro_batches: Sequence[MicroBatch], targets_of: Callable[[MicroBatch], Targets], *, step: int
     ) -> CriticResult:
-        """Move the values toward their targets; a collective call. Forgets what `look` remembered.
+        """Move the values toward their targets; a collective call. Forgets the passes that `look` remembered.
 
         The schedule is that of `step`, the batches trained before.
         """

@@ -183,7 +183,7 @@ class OffloadedOptimizer(CombinedOptimizer):
                 member.param_groups = groups
 
     def park(self, parameter: Tensor) -> None:
-        """Move what a checkpoint gave for this parameter to the host."""
+        """Move this parameter's moments, as a checkpoint gave them, to the host."""
         state = self.state[parameter]
         state.update({name: _on_host(value) if _is_moment(value) else value for name, value in state.items()})
 

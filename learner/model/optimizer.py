@@ -47,7 +47,7 @@ SCHEDULES: dict[str, str | Callable[..., LambdaLR]] = {
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Learning rate of every step: a linear rise, then what the named schedule leaves of the way to `min_lr`."""
+    """Learning rate of every step: a linear rise, then the named schedule's share of the way to `min_lr`."""
 
     name: str
     lr: float  # peak, reached when the warm-up ends
@@ -190,7 +190,7 @@ def allocate_moments(optimizer: Optimizer) -> None:
 
 
 def check_optimizer(config: OptimizerConfig, *, setting: str) -> None:
-    """Refuse what `make_optimizer` would refuse, before any network is loaded: our own are tried on a small layer."""
+    """Refuse settings as `make_optimizer` would, before any network is loaded: our own are tried on a small layer."""
     _arguments(resolve(config.name, OPTIMIZERS, setting=f"{setting}.name"), config, setting)
     if config.name in OPTIMIZERS:
         with torch.random.fork_rng(devices=[]):  # the seed of the run is set already
@@ -336,7 +336,7 @@ def optimizer_step(
 
 
 def _agree(gradients: list[Tensor], ranks: Ranks) -> None:
-    """Give what every rank of the tensor axis computes whole the gradient of one of them.
+    """Give parameters that every rank of the tensor axis computes whole the gradient of one rank.
 
     Kernels that add up in no fixed order would let the copies of a weight drift apart.
     """

@@ -73,7 +73,7 @@ log = logging.getLogger("streamrl.learner")
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Requests for what a scoring pass returns beside log-probs and entropies."""
+    """Requests for results of a scoring pass in addition to log-probs and entropies."""
 
     state_index: Tensor  # int64 [K] packed positions whose hidden states are wanted
     square_sums: bool = False  # the sum of squared probabilities of every scored token's distribution
@@ -97,7 +97,7 @@ class Policy(nn.Module):
     """A causal language model that scores packed sequences; `policy.model` is the transformers model, names and all."""
 
     def __init__(self, model: Any, *, rule: LogitRule = PLAIN, chunk_tokens: int = 1024) -> None:
-        """`rule`: what the model does to the logits of its output layer."""
+        """`rule`: the model's change of the logits of its output layer."""
         super().__init__()
         self.model = model
         self.rule = rule
@@ -262,7 +262,7 @@ def _checked(model: Any, path: Path, *, max_tokens: int | None, share_prompts: b
 def _skeleton(
     path: Path, ranks: Ranks, masters: torch.dtype, *, needs_head: bool, max_tokens: int | None, share_prompts: bool
 ) -> tuple[Any, ModelFiles | None, Any, LogitRule, bool]:
-    """A model without weights; the files to fill it from, or on rank 0 the whole model; what the check found."""
+    """A model without weights; the files to fill it from, or on rank 0 the whole model; the findings of the check."""
     model = empty_model(path, dtype=masters, attention=ATTENTION)
     files, whole, failure = ModelFiles(path), None, None
     by_rows = ranks.maximum(float(not files.hold(model))) == 0.0
@@ -297,7 +297,7 @@ def score_rows(model: Any, rule: LogitRule, rows: Sequence[Tensor]) -> Tensor:
 
 
 def score_shared(model: Any, rule: LogitRule, rows: Sequence[Tensor]) -> Tensor:
-    """The same with what all rows begin with packed once, in two sequences of which one continues the other."""
+    """The same with the common beginning of all rows packed once, in two sequences of which one continues the other."""
     shortest = min(len(row) for row in rows)
     same = torch.stack([row[:shortest] for row in rows]).eq(rows[0][:shortest]).all(0)
     return _score(model, rule, rows, num_shared=int(same.long().cumprod(0).sum()))
@@ -335,7 +335,7 @@ def _recompute_layers(model: Any) -> None:
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The units of sharding: what the architecture declares indivisible (its decoder layers)."""
+    """The units of sharding: the modules that the architecture declares indivisible (its decoder layers)."""
     names = model._no_split_modules or ()
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 

@@ -36,7 +36,7 @@ _TIMEOUT_S, _AT_ONCE = 300.0, 16
 
 
 class RemoteTeacher(FrozenPolicy):
-    """Scores what this rank trains on with one request a sequence, several at once.
+    """Scores this rank's sequences with one request each, several at once.
 
     Args:
         url: up to `/v1`.
@@ -123,7 +123,7 @@ class RemoteTeacher(FrozenPolicy):
 
 
 def sequences(batch: MicroBatch) -> list[tuple[list[int], list[tuple[int, int]]]]:
-    """Ids of each sequence of a micro-batch, and (place in [M], place in the sequence) of what is scored in it."""
+    """Ids of each sequence of a micro-batch, and (place in [M], place in the sequence) of its scored tokens."""
     lengths = torch.tensor(batch.packing.lengths)
     ends = lengths.cumsum(0)
     index, targets = batch.score_index.cpu(), batch.targets.tolist()

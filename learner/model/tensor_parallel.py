@@ -53,7 +53,7 @@ def split_model(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _styles(layer: nn.Module, style: str) -> Iterator[tuple[nn.Module, ParallelStyle]]:
-    """What is done to a layer, or to the parts of one with an adapter.
+    """The styles of a layer, or of the parts of one with an adapter.
 
     One of an adapter's factors is split as the layer is, and the other one is whole: it is on the side that is whole.
     """

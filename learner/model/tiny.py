@@ -159,7 +159,7 @@ class WarmStartTrainer:
         return _exact_share(*self.forward(self.held_out))
 
     def forward(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
-        """Logits [B, T-1, A] and labels [B, T-1], -100 on padding and on what the model did not say."""
+        """Logits [B, T-1, A] and labels [B, T-1], -100 on padding and on the other side's tokens."""
         width = max(len(ids) for ids, _ in rows)
         input_ids = torch.full((len(rows), width), self.tokenizer.pad_token_id)
         labels = torch.full((len(rows), width), -100)
@@ -190,7 +190,7 @@ class WarmStartTrainer:
 
 
 def _exact_share(logits: Tensor, labels: Tensor) -> float:
-    """All argmax tokens right under teacher forcing is the same as the greedy answer being right."""
+    """Share of rows whose greedy answer is right: all their argmax tokens are, under teacher forcing."""
     right = (logits.argmax(-1) == labels) | (labels == -100)
     return float(right.all(-1).float().mean())
 

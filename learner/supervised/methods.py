@@ -128,7 +128,7 @@ class Method(Protocol):
         ...
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Measured]:
-        """The sum over the units of a micro-batch, 0-d with gradients, and what is measured beside it."""
+        """The sum over the units of a micro-batch, 0-d with gradients, and further measurements."""
         ...
 
 
@@ -168,7 +168,7 @@ class Sft:
 
 
 class _OfPairs:
-    """What methods that read pairs have in common."""
+    """Base of the methods that read pairs."""
 
     def __init__(self, encoder: Encoder, data: DataConfig, max_tokens: int) -> None:
         self._encoder, self._max_tokens = encoder, max_tokens // 2  # of each side: both are packed as one row

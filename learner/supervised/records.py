@@ -76,7 +76,7 @@ class Encoder:
         return ids, mask
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> tuple[str, list[tuple[int, int]]]:
-        """The whole text, and first and last character (exclusive) of what is trained on of each turn."""
+        """The whole text, and first and last character (exclusive) of the trained part of each turn."""
         forms = template_forms(messages, self._template)
         text, spans, done = self._rendered(forms, tools), [], 0
         for at, message in enumerate(messages):
@@ -114,7 +114,7 @@ class Encoder:
         return len(opening) if text.endswith(opening) else 0
 
     def _num_closing(self, text: str, alone: str, *, calls: Any) -> int:
-        """The number of characters with which the model ends its turn, after the last that differs by what it says.
+        """The number of characters with which the model ends its turn, after the last that depends on its contents.
 
         Args:
             text: all that follows in the conversation.
@@ -168,7 +168,7 @@ class Encoder:
 
 
 def _marked(message: Form) -> Form:
-    """The message with marks in place of what it says; arguments of calls follow their names."""
+    """The message with marks in place of its contents; arguments of calls follow their names."""
     marked = {
         key: _MARK for key in ("content", *THOUGHTS)
         if message.get(key) or (key == "content" and not message.get("tool_calls"))
@@ -274,7 +274,7 @@ class PairShape(AnswerShape):
 
 
 def shape_of(data: DataConfig, *, pairs: bool) -> AnswerShape:
-    """What reads the records that the settings describe."""
+    """The reader of the records that the settings describe."""
     if not pairs:
         return AnswerShape(data.prompt_key, data.answer_key)
     if data.train_roles != ["assistant"]:

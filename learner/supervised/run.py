@@ -107,7 +107,7 @@ class Run:
         return True
 
     def train_step(self) -> dict[str, float]:
-        """One optimizer step; what it measured."""
+        """One optimizer step; its measurements."""
         config = self.config
         with self.clock.timed("pack"):
             size, data = config.rollout.num_prompts_per_step, config.data
@@ -132,7 +132,7 @@ class Run:
         }
 
     def rows(self, records: Mixture, places: Sequence[int], what: str) -> list[Trajectory]:
-        """This rank's records, encoded; what leaves nothing to train on is dropped and counted."""
+        """This rank's records, encoded; a record with nothing to train on is dropped and counted."""
         found, self.num_dropped = [], 0
         for place in places[self.ranks.dp_rank :: self.ranks.mesh.dp_size]:
             row = None
@@ -196,7 +196,7 @@ class Run:
             self.recorder.step(self.step, meter, None, version=self.step, epoch=self.learner_epoch)
 
     def remembered(self) -> dict[str, Any]:
-        """What a resumed run needs beside the tensors."""
+        """The facts that a resumed run needs in addition to the tensors."""
         recorder = self.recorder
         return {
             "run_id": self.past.run_id, "learner_epoch": self.learner_epoch, "steps_per_batch": 1, "lineage": [],

@@ -179,7 +179,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _shrink_layers(values: dict[str, Any], *, prefix: bool = False) -> None:
-    """One layer of each kind, at least two in all; what is listed by layer is cut alike.
+    """Keep one layer of each kind, at least two in all; lists with an entry for each layer are cut alike.
 
     `prefix`: also those between them, so that every layer keeps its number.
     """

@@ -1,4 +1,4 @@
-"""Architectures that neither packed rows nor the native engine can compute, by name and with what to do."""
+"""Architectures that neither packed rows nor the native engine can compute, by name and with a way out."""
 
 from __future__ import annotations
 

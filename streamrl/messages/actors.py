@@ -61,7 +61,7 @@ class Limits(Message):
 
 @message(1, TO_HUB)
 class Hello(Message):
-    """First message of every session: identity, abilities, and what the actor still holds."""
+    """First message of every session: identity, abilities, and the leases and groups that the actor still holds."""
 
     protocol_min: U16
     protocol_max: U16
@@ -82,7 +82,7 @@ class Hello(Message):
 
 @message(2, TO_ACTOR)
 class Welcome(Message):
-    """Answer to HELLO: run, limits, task, layout, current manifest, and what is already settled."""
+    """Answer to HELLO: run, limits, task, layout, current manifest, and the settled groups."""
 
     protocol: U16
     run_id: Id
@@ -155,7 +155,7 @@ class ActorHeartbeat(Message):
 
 @message(6, TO_ACTOR)
 class HubHeartbeat(Message):
-    """Liveness of the hub, what the learner waits for, and the oldest version that is still useful."""
+    """Liveness of the hub, the learner's wait, and the oldest version that is still useful."""
 
     beat: U64
     learner_epoch: U32

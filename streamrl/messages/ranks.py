@@ -314,7 +314,7 @@ class BroadcastReport(Message):
 
 @message(52, RANK_TO_HUB)
 class RankBeat(Message):
-    """Heartbeat of a learner rank, from a thread beside its training: what it does, and for how long."""
+    """Heartbeat of a learner rank, from a thread of its own: the rank's activity, and for how long."""
 
     rank: U16
     world: U16

@@ -271,7 +271,7 @@ class NativeEngine:
                     queue.remove(work)
 
     async def _on_thread(self, work: Callable[[], Any], queue: deque[Callable[[], None]]) -> Any:
-        """Run `work` between two steps and return what it returns or raises."""
+        """Run `work` between two steps; returns its result or raises its error."""
         answer: Answer = asyncio.get_running_loop().create_future()
 
         def run() -> None:

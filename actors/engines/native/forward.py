@@ -128,7 +128,7 @@ def slot_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
     slot_view: PassView | None = None, scaling: float | None = None, **extra: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention implementation: ([1, tokens, heads, dim], None). Raises EngineError for what it lacks.
+    """The registered attention implementation: ([1, tokens, heads, dim], None). Raises EngineError for unknown options.
 
     query is [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim].
     """
@@ -271,7 +271,7 @@ class Forward:
 
     @torch.inference_mode()
     def _probe(self, slots: int, max_tokens: int) -> SlotCache:
-        """One token through the model: every layer must call our attention, and what it stores sizes the cache."""
+        """One token through the model: every layer must call our attention, and the stored shapes size the cache."""
         zero = torch.zeros(1, dtype=torch.int64)
         view = PassView(None, _NONE.to(self.device), 0, [Prompt([0])])
         self._call(zero, zero, view, None)
@@ -314,7 +314,7 @@ class Forward:
         return self._call(ids, positions, PassView(self.cache, decode_positions, span, prompts), wanted)
 
     def score(self, ids: list[int], start: int, temperature: float, version: VersionRef | None = None) -> list[float]:
-        """Log-probs of ids[start:] given what stands before each, at this temperature. Needs 1 <= start."""
+        """Log-probs of ids[start:] given all ids before each, at this temperature. Needs 1 <= start."""
         tokens, out = torch.tensor(ids), []
         if self.adapters is not None and version is not None:
             self.adapters.route([version], [len(ids)])

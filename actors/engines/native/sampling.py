@@ -69,7 +69,7 @@ def make_plan(samplings: Sequence[Sampling], device: torch.device | str = "cpu")
 
 
 def processed_logprobs(logits: Tensor, plan: SamplingPlan) -> Tensor:
-    """Log-probs of the distribution drawn from: [n, vocab] float32, -inf on what was cut off; greedy rows as at 1."""
+    """Log-probs of the distribution drawn from: [n, vocab] float32, -inf where cut off; greedy rows as at 1."""
     scores = logits.float()
     if plan.temperatures is not None:
         scores = scores / plan.temperatures
@@ -85,7 +85,7 @@ def processed_logprobs(logits: Tensor, plan: SamplingPlan) -> Tensor:
 
 
 def _keep_ranked(scores: Tensor, plan: SamplingPlan) -> Tensor:
-    """Top-k, then top-p over what is left."""
+    """Top-k, then top-p over the rest."""
     width = min(plan.ranked_width, scores.shape[-1])
     ranked, order = scores.topk(width, dim=-1) if width else scores.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ranked.shape[-1], device=scores.device)

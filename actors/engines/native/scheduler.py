@@ -85,7 +85,7 @@ _Key = tuple[VersionRef | None, tuple[int, ...]]
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request, what it has produced, and which weights produced it. Compared by identity."""
+    """A request, its tokens so far, and the weights that produced them. Compared by identity."""
 
     request: GenerateRequest
     prompt: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Before an engine serves: its packed passes over a cache must give what transformers' own eager code gives.
+"""Check before an engine serves: its packed passes over a cache must equal transformers' own eager code.
 
 The comparison runs on a miniature of the architecture (`streamrl.architectures.miniature`): rows beyond its window, its
 chunks and its original length, read in part as prompts and continued token by token, all in shared passes.

@@ -64,7 +64,7 @@ def linear_weights(model: torch.nn.Module) -> list[str]:
 
 
 def round_to_int8_(weight: Tensor) -> None:
-    """Round to 255 levels in each row, even between plus and minus its largest magnitude: what int8 weights hold."""
+    """Round to the levels of int8: 255 in each row, even between plus and minus its largest magnitude."""
     wide = weight.float()
     scale = wide.abs().amax(dim=1, keepdim=True).div_(127.0)
     weight.copy_(torch.where(scale > 0, (wide / scale).round_() * scale, wide))

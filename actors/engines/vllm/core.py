@@ -79,7 +79,7 @@ class Core:
         return environment(self.group.mark, self._device, self._num_threads, eager)
 
     def kill(self) -> None:
-        """At once: a core holds nothing that a graceful shutdown of several seconds would save."""
+        """Kill the core at once: it holds nothing that a graceful shutdown of several seconds would save."""
         llm, self.llm = self.llm, None
         if llm is not None:
             log_level = logging.getLogger("vllm").level

@@ -238,7 +238,7 @@ class VllmEngine:
         return InstallTimes(pause_s=pause_s, install_s=time.perf_counter() - began)
 
     async def _stage(self, staged: StagedDocument) -> None:
-        """Bring the document beside the model while sequences run; what fails here is met again by the load."""
+        """Stage the document on the model's device while sequences run; a failure here is met again by the load."""
         try:
             if self._core.alive:
                 await self._core.stage(staged)

@@ -157,7 +157,7 @@ def engine_arguments(
 
 
 def check_model(config: Any, device: str) -> None:
-    """Raise EngineError for what vLLM would refuse much later or compute incorrectly."""
+    """Raise EngineError for a model that vLLM would refuse much later or compute incorrectly."""
     if not config.architectures:
         raise EngineError("the model's config.json names no `architectures`, and vLLM finds its code by them")
     text = config.get_text_config()

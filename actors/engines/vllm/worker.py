@@ -1,4 +1,4 @@
-"""Inside vLLM's worker processes: loads a staged document into the live model.
+"""Extension of vLLM's worker processes: loads a staged document into the live model.
 
 vLLM mixes `DocumentLoader` into its worker (`worker_extension_cls`); the engine calls it by name between pause and
 resume, on every tensor-parallel rank. The document is shared memory, so it is neither sent nor copied; each rank takes
@@ -94,7 +94,7 @@ class DocumentLoader:
     streamrl_staging: Staging | None = None
 
     def streamrl_stage(self, path: str, entries: Sequence[Entry]) -> None:
-        """Begin to bring a document beside the model: returns at once, and what runs goes on. On a CPU it is there."""
+        """Begin to stage a document on the model's device; returns at once. On a CPU it is there."""
         device = next(self.model_runner.get_model().parameters()).device
         self.streamrl_staging = None
         if device.type == "cuda":

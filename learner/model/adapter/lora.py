@@ -110,7 +110,7 @@ def _words(value: Any) -> str:
 
 
 class Dequantized:
-    """A quantized weight as what it stands for; made whole when it is asked for."""
+    """A quantized weight in full precision, made whole on demand."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -163,7 +163,7 @@ def _quantized(layer: nn.Linear, how: LoraBase, dtype: torch.dtype) -> nn.Module
 
 
 def dequantized(module: nn.Module) -> dict[int, Dequantized]:
-    """Id of a quantized weight -> what it stands for."""
+    """Id of a quantized weight -> its dequantized form."""
     return {
         id(layer.weight): Dequantized(layer) for layer in module.modules()
         if isinstance(layer, nn.Linear) and not layer.weight.is_floating_point()

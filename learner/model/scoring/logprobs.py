@@ -36,7 +36,7 @@ class LogitRule:
     cap: float | None = None
 
     def __call__(self, raw: Tensor) -> Tensor:
-        """Logits of what the output layer gave; works in place."""
+        """Logits from the output layer's values; works in place."""
         if self.scale != 1.0:
             raw = raw.mul_(self.scale)
         if self.cap is not None:

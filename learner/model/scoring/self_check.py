@@ -1,4 +1,4 @@
-"""Before a model is trained: packed scoring must give what transformers' own eager code gives, one row at a time.
+"""Check before training: packed scoring must equal transformers' own eager code, one row at a time.
 
 Two models are compared. The model itself, on a few short rows with its real weights: that covers its output layer. And
 a miniature of its architecture, on rows beyond its window, its chunks and its original length, which are shrunk with
@@ -36,7 +36,7 @@ class NotExact(ValueError):
 
 @torch.no_grad()
 def prepare(model: Any, score: Score, *, max_tokens: int | None) -> LogitRule:
-    """Check a model whose attention is `packed_attention`, and learn what it does to its logits.
+    """Check a model whose attention is `packed_attention`, and measure its `LogitRule`.
 
     Args:
         max_tokens: of the run's longest sequence, which decides between the frequencies of longrope; None: within the
