@@ -67,13 +67,8 @@ def test_each_rank_takes_its_part_of_every_version(tmp_path):
     asyncio.run(asyncio.wait_for(work(), 380))
 
 
-@pytest.mark.parametrize("name", vllm_names.NAMES)
-def test_vllm_has_it_with_the_parameters_that_are_used(name: str):
-    assert vllm_names.moved(name, vllm_names.NAMES[name]) is None
-
-
-def test_what_moved_is_named_with_its_version(monkeypatch):
-    vllm_names.check_names()
+def test_vllm_has_all_names_and_what_moved_is_named_with_its_version(monkeypatch):
+    vllm_names.check_names()  # all that are used, with their parameters
     monkeypatch.setitem(vllm_names.NAMES, "vllm.v1.engine.async_llm:AsyncLLM.pause_generation", ("mode", "gently"))
     monkeypatch.setitem(vllm_names.NAMES, "vllm.config:set_other_config", ())
 
