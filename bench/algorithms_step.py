@@ -26,7 +26,7 @@ from learner.objective.loss import micro_batch_loss
 from learner.objective.objective import Objective
 from learner.objective.plan import BatchPlan
 from learner.objective.scoring_pass import with_outputs
-from learner.objective.statistics.step import StepStatistics
+from learner.objective.statistics import StepStatistics
 from learner.objective.token_batch import PassOutputs
 from learner.ranks.mesh import Ranks
 from learner.setup.shadows import make_shadows
@@ -114,7 +114,7 @@ def objective_seconds(
     made = make_shadows(shadows, objective, KlConfig(), ConstraintConfig(), max_lag=8, num_minibatches=1)
     began = time.process_time()
     ranks = Ranks()
-    planned = BatchPlan.of(objective, rows, plan, version=VERSION, ranks=ranks)
+    planned = BatchPlan.from_batch(objective, rows, plan, version=VERSION, ranks=ranks)
     statistics = StepStatistics(planned, ranks, made)
     if objective.needs:
         outputs = PassOutputs(policy=batch.padded(logprobs.detach()), values=values, bootstrap=torch.zeros(len(rows)))

@@ -108,7 +108,7 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
     from learner.model.policy import load_policy
     from learner.objective.objective import Objective
     from learner.objective.plan import BatchPlan
-    from learner.objective.statistics.step import StepStatistics
+    from learner.objective.statistics import StepStatistics
     from learner.ranks.mesh import Ranks
     from learner.trainer import forward_backward
     from streamrl.messages import PlanRow
@@ -124,7 +124,7 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
         began = time.perf_counter()
         rows = reader.read(frames, version=0, learner_epoch=1)
         plan = [PlanRow(r.group_id, r.index, 0, r.num_tokens, r.num_action_tokens, r.reward, 0) for r in rows]
-        planned = BatchPlan.of(objective, rows, plan, version=0, ranks=ranks)
+        planned = BatchPlan.from_batch(objective, rows, plan, version=0, ranks=ranks)
         measured = StepStatistics(planned, ranks)
         for micro_batch in pack(rows, config.learner.max_tokens_per_device):
             forward_backward(policy, micro_batch, planned, measured, ranks)

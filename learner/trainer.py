@@ -34,13 +34,13 @@ from learner.model.optimizer import (
     reduce_gradients,
 )
 from learner.model.policy import Policy
-from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss import micro_batch_loss
 from learner.objective.objective import Objective
 from learner.objective.plan import BatchPlan
 from learner.objective.scoring_pass import score_batch
-from learner.objective.statistics.shadow import Shadow
-from learner.objective.statistics.step import StepStatistics, TrainedBatch
+from learner.objective.shadow import Shadow
+from learner.objective.statistics import StepStatistics, TrainedBatch
+from learner.objective.token_batch import LagPolicy
 from learner.publish.rounding import with_wire_precision
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
@@ -101,7 +101,7 @@ class Callbacks:
     def stepped(self, version: int) -> None:
         """An optimizer step led to this version, and others of its batch follow. A collective call."""
 
-    def trained(self, measured: Meter, result: BatchResult) -> bool:
+    def on_batch_trained(self, measured: Meter, result: BatchResult) -> bool:
         """The batch is trained, and the version still that of before.
 
         Returns:
@@ -157,15 +157,24 @@ class Trainer:
             ContentError: rows and batch disagree.
         """
         with self.clock.timed("pack"):
-            plan = BatchPlan.of(
+            plan = BatchPlan.from_batch(
                 self.objective, rows, batch, version=self.version, ranks=self.ranks, lag_policy=lag_policy
             )
-            minibatches, statistics = self._pack(plan), StepStatistics(plan, self.ranks, self.shadows)
+            minibatches = pack_minibatches(
+                plan.rows, plan.batch, self.settings.max_tokens, self.ranks, bootstrap=self.objective.has_critic,
+                num_minibatches=self.settings.num_minibatches, places=plan.places, measured=plan.measured,
+                share=self.networks.shares_prompts,
+            )
+            statistics = StepStatistics(plan, self.ranks, self.shadows)
         self.callbacks.planned(plan, statistics)
         trained = self._update(plan, minibatches, statistics)
-        frozen = self.callbacks.trained(trained.measured, trained.result)
+        frozen = self.callbacks.on_batch_trained(trained.measured, trained.result)
         self._advance(trained.result)
-        self._move_weights(trained, frozen=frozen)
+        controls = self.objective.regularizers.controls
+        controls.record(trained.measured)
+        # A step that changed nothing, or could not yet, says nothing of what a weight should become.
+        if not trained.result.skipped and trained.result.lr > 0.0:
+            controls.update(trained.measured, num_steps=self.step, frozen=frozen)
         return trained
 
     def with_wire_precision(self) -> AbstractContextManager[None]:
@@ -175,34 +184,30 @@ class Trainer:
             self.networks.policy, compute_dtype=settings.compute_dtype, wire_dtype=settings.wire_dtype
         )
 
-    def _pack(self, plan: BatchPlan) -> list[list[MicroBatch]]:
-        """This rank's micro-batches of each minibatch."""
-        return pack_minibatches(
-            plan.rows, plan.batch, self.settings.max_tokens, self.ranks, num_minibatches=self.settings.num_minibatches,
-            bootstrap=self.objective.has_critic, places=plan.places, measured=plan.measured,
-            share=self.networks.shares_prompts,
-        )
-
     def _update(
         self, plan: BatchPlan, minibatches: list[list[MicroBatch]], statistics: StepStatistics
     ) -> TrainedBatch:
         """The optimizer steps of a batch, one after each minibatch of each epoch."""
         batch, passes = list(chain.from_iterable(minibatches)), minibatches * self.settings.num_epochs
-        total, results, critic = Meter(), [], None
+        networks, total, results, critic = self.networks, Meter(), [], None
         for number, minibatch in enumerate(passes):
             if number:
                 statistics.begin_step(number)
             with self.with_wire_precision():  # the policy that is scored is the one that actors sample from
                 if number == 0:  # for what all steps share: losses that must see the whole batch first, anchors
-                    plan = self._scored(plan, batch, statistics)
+                    with self.clock.timed("score"):
+                        plan = score_batch(
+                            networks.policy, batch, plan, self.ranks, critic=networks.critic, frozen=networks.frozen
+                        )
+                        statistics.scored(plan)
                 plan = self._accumulate(plan, minibatch, statistics)
-            if number == 0 and self.networks.critic is not None:
+            if number == 0 and networks.critic is not None:
                 with self.clock.timed("critic"):
-                    critic = self.networks.critic.fit(batch, plan.critic_targets, step=self.step)
+                    critic = networks.critic.fit(batch, plan.critic_targets, step=self.step)
             with self.clock.timed("optimizer"):
                 meter = statistics.finish()
                 result = optimizer_step(
-                    self.networks.policy, self.networks.optimizer, self.schedule, step=plan.version + number,
+                    networks.policy, networks.optimizer, self.schedule, step=plan.version + number,
                     lr_scale=self.callbacks.lr_scale(meter), max_grad_norm=self.settings.max_grad_norm,
                     ranks=self.ranks, frozen=self.warming_up, cosine=self._cosine,
                 )
@@ -211,16 +216,6 @@ class Trainer:
             if number + 1 < len(passes) and not result.skipped:
                 self.callbacks.stepped(plan.version + number + 1)
         return TrainedBatch(total, BatchResult(tuple(results)), statistics, critic)
-
-    def _scored(self, plan: BatchPlan, batch: Sequence[MicroBatch], statistics: StepStatistics) -> BatchPlan:
-        """The plan with what the objective must know of the whole batch before its first gradient."""
-        networks = self.networks
-        with self.clock.timed("score"):
-            plan = score_batch(
-                networks.policy, batch, plan, self.ranks, critic=networks.critic, frozen=networks.frozen,
-            )
-            statistics.scored(plan)
-        return plan
 
     def _accumulate(self, plan: BatchPlan, minibatch: list[MicroBatch], statistics: StepStatistics) -> BatchPlan:
         """Add the gradients of a minibatch up; one that does not fit into memory is split, in `minibatch` and plan."""
@@ -263,13 +258,6 @@ class Trainer:
         if networks.proximal is not None:
             networks.proximal.blend(networks.policy, decay=settings.ewma_decay)
         sync_if_due(networks.reference, networks.policy, every=settings.sync_reference_every, step=self.step)
-
-    def _move_weights(self, trained: TrainedBatch, *, frozen: bool) -> None:
-        """Move the weights of KL, entropy and constraints by what the batch measured."""
-        controls = self.objective.regularizers.controls
-        controls.record(trained.measured)
-        if not trained.result.skipped and trained.result.lr > 0.0:
-            controls.update(trained.measured, num_steps=self.step, frozen=frozen)
 
 
 def forward_backward(

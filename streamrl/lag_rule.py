@@ -54,7 +54,7 @@ class LagRule:
     force: int | None = None
 
     @classmethod
-    def of(cls, *, max_lag: int | None, **terms: int) -> LagRule:
+    def from_settings(cls, *, max_lag: int | None, **terms: int) -> LagRule:
         """The rule of these terms; without a `max_lag` its bound is what they allow."""
         rule = cls(max_lag=0 if max_lag is None else max_lag, **terms)
         return replace(rule, max_lag=rule.bound) if max_lag is None else rule

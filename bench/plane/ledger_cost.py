@@ -34,7 +34,8 @@ class LedgerLoad:
 
     def __init__(self, num_actors: int, groups_per_batch: int = 128) -> None:
         eta = 2 * MAX_LEASES * num_actors // groups_per_batch + 8
-        lag = LagRule.of(max_lag=None, eta=eta, window=4 * num_actors + 4096, groups_per_batch=groups_per_batch)
+        window = 4 * num_actors + 4096
+        lag = LagRule.from_settings(max_lag=None, eta=eta, window=window, groups_per_batch=groups_per_batch)
         self.ledger = Ledger(
             LedgerSettings(lag=lag, group_size=2, limits=Limits(vocab_size=100), dedupe_window=8192, dead_after_s=1e9),
             run_id="bench", learner_epoch=1, run_seed=0, sampling=Sampling(),

@@ -21,7 +21,7 @@ from learner.checkpoint.shards import reshard
 from learner.data.packing import MicroBatch, equalize, pack
 from learner.data.trajectories import Trajectory
 from learner.model.policy import Inspect, Inspected, Policy
-from learner.objective.statistics.agreements import Agreements
+from learner.objective.statistics import Agreements
 from learner.publish.rounding import other_weights, trained_shards
 from learner.ranks.mesh import Ranks
 from streamrl.messages.seeding import draw_gaps, member_seed, uniforms

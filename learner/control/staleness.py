@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from learner.control.drift import DriftTracker
-from learner.objective.lag_policy import LagPolicy
+from learner.objective.token_batch import LagPolicy
 from streamrl.algorithms import goodput, lr_scale, should_publish, step_breaker, step_goodput, step_lag_bound
 from streamrl.algorithms.types import BreakerState, GoodputState, LagBound
 from streamrl.config.schema import (

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from learner.data.bins import first_fit
 from learner.data.layout import PackedLayout, make_layout
-from learner.data.shared_prompts import Family, Stem, find_families
-from learner.data.token_sets import TokenSets, token_sets
+from learner.data.shared_prompts import KEYS_PER_TOKEN, Family, Stem, find_families
 from learner.data.trajectories import Trajectory
 from learner.ranks.mesh import Ranks
 from streamrl.errors import ConfigError
@@ -286,3 +285,131 @@ def _micro_batch(
         bootstrap_rows=torch.from_numpy(np.flatnonzero(cut).astype(np.int64)),
         num_shared=sum(len(one) for i in members for one in tokens[i]) - len(packed.tokens),
     )
+
+
+@dataclass(slots=True)
+class _Bin:
+    room: int  # tokens
+    room_for_keys: int
+    families: list[Family] = field(default_factory=list)
+    stems: set[Stem] = field(default_factory=set)
+
+    def need(self, family: Family, size: int) -> int:
+        """Tokens that a family of this size adds."""
+        return size - (family.stem.num_tokens if family.stem in self.stems else 0)
+
+    def add(self, family: Family, size: int, num_keys: int) -> None:
+        self.room -= self.need(family, size)
+        self.room_for_keys -= num_keys
+        self.families.append(family)
+        if family.stem is not None:
+            self.stems.add(family.stem)
+
+
+def first_fit(families: Sequence[Family], rows: Sequence[Trajectory], max_tokens: int) -> list[list[Family]]:
+    """The families of each micro-batch of at most `max_tokens` packed tokens, first fit decreasing.
+
+    Longest first, into the first micro-batch with room. Families of one stem follow each other and go to where it is
+    already, so that few micro-batches hold it.
+    A micro-batch has at most `KEYS_PER_TOKEN * max_tokens` tokens where nothing is shared.
+    """
+    whole = {family: sum(rows[i].num_tokens for i in family.members) for family in families}
+    sizes = {family: whole[family] - family.num_shared * (len(family.members) - 1) for family in families}
+    bins: list[_Bin] = []
+    for family in _largest_first(families, sizes):
+        size, num_keys = sizes[family], whole[family]
+        fitting = (one for one in bins if one.room >= one.need(family, size) and one.room_for_keys >= num_keys)
+        chosen = min(fitting, key=lambda one: family.stem not in one.stems, default=None)
+        if chosen is None:
+            chosen = _Bin(max_tokens, KEYS_PER_TOKEN * max_tokens)
+            bins.append(chosen)
+        chosen.add(family, size, num_keys)
+    return [one.families for one in bins]
+
+
+def _largest_first(families: Sequence[Family], sizes: Mapping[Family, int]) -> list[Family]:
+    """By size, with all families of a stem at the place of its largest."""
+    found: dict[Stem | Family, list[Family]] = {}
+    for family in sorted(families, key=lambda family: (-sizes[family], family.members)):
+        found.setdefault(family.stem or family, []).append(family)
+    return [family for alike in found.values() for family in alike]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenSets:
+    """The ids that scored tokens were drawn from, where sampling was truncated; every set holds its token once.
+
+    Legend: P scored tokens with a set, K ids of all sets.
+    """
+
+    tokens: Tensor  # int64 [P] which of the scored tokens have a set; all others were drawn from every id
+    owner: Tensor  # int64 [K] which of the P tokens an id is of
+    ids: Tensor  # int64 [K]
+    chosen: Tensor  # int64 [P] where in [K] the token itself is
+
+    @property
+    def sizes(self) -> Tensor:
+        """Ids of each set, int64 [P]."""
+        return torch.bincount(self.owner, minlength=len(self.tokens))
+
+    def to(self, device: torch.device) -> TokenSets:
+        return TokenSets(self.tokens.to(device), self.owner.to(device), self.ids.to(device), self.chosen.to(device))
+
+
+def token_sets(rows: Sequence[Trajectory], targets: np.ndarray) -> TokenSets | None:
+    """The sets of trajectories whose action tokens lie end to end in `targets`; None if there are none."""
+    found, tokens, first = [], [], 0
+    for row in rows:
+        count = row.num_action_tokens
+        if row.sets is not None:
+            found.append(row.sets)
+            tokens.append(np.arange(first, first + count))
+        first += count
+    if not found:
+        return None
+    places = np.concatenate(tokens)
+    sizes, ids = (np.concatenate(part) for part in zip(*found, strict=True))
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    chosen = np.flatnonzero(ids == targets[places][owner])
+    return TokenSets(*(torch.from_numpy(one) for one in (places, owner, ids, chosen)))
+
+
+class LeaveOut(Enum):
+    """The passes that a trajectory goes without if it cannot move a parameter."""
+
+    NOTHING = "nothing"
+    BACKWARD = "backward"  # a control reads their log-probs
+    PASS = "pass"
+
+
+def places_with_gradient(
+    rows: Sequence[Trajectory], *, weights: Tensor, advantages: Tensor | None, oldest_lags: Tensor | None, version: int
+) -> tuple[int, ...]:
+    """Places of the trajectories that some token may give a gradient.
+
+    A trajectory counts in every denominator whether it gets a pass or not, so leaving it out changes no gradient.
+
+    Args:
+        rows: R trajectories.
+        weights: [R] factor of each trajectory's token losses.
+        advantages: [R] of which every token's advantage is a multiple; None if they are not known yet.
+        oldest_lags: int64 [R] tokens of a larger lag are masked; None masks none.
+        version: that lags are counted to.
+    """
+    live = (weights != 0) & torch.tensor([bool(row.mask.any()) for row in rows], dtype=torch.bool)
+    if advantages is not None:
+        live &= advantages != 0
+    if oldest_lags is not None:
+        newest = torch.tensor([int(row.versions.max(initial=-1)) for row in rows], dtype=torch.int64)
+        live &= version - newest <= oldest_lags
+    return tuple(live.nonzero().squeeze(1).tolist())
+
+
+def versions_of(rows: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
+    """Versions int64 [R, A] of the action tokens side by side, 0 in the padding, and where they are, bool [R, A]."""
+    counts = np.array([row.num_action_tokens for row in rows], dtype=np.int64)
+    mask = np.arange(counts.max(initial=0))[None, :] < counts[:, None]
+    versions = np.zeros(mask.shape, dtype=np.int64)
+    if mask.any():
+        versions[mask] = np.concatenate([row.versions[row.mask] for row in rows])
+    return torch.from_numpy(versions), torch.from_numpy(mask)

@@ -18,7 +18,7 @@ from learner.fit.live_bytes import HOST
 from learner.fit.step import Job, step_peaks
 from learner.model.paths import compute_dtype, wire_dtype
 from learner.model.policy import decoder_layers
-from learner.objective.kl_options import needs_reference
+from learner.objective.options import needs_reference
 from learner.ranks.mesh import Mesh
 from streamrl.algorithms import find_estimator
 from streamrl.config.schema import (
@@ -112,7 +112,7 @@ def job_of(config: Sections, *, longest: int, on_gpu: bool) -> Job:
 
 def mesh_of(config: Sections) -> Mesh:
     """The layout of the learner's ranks under `streamrl launch`. Raises ConfigError."""
-    return Mesh.of(config.launch.num_learner_ranks, **vars(config.learner.mesh))
+    return Mesh.from_world_size(config.launch.num_learner_ranks, **vars(config.learner.mesh))
 
 
 def rank_memory(job: Job, model_config: Any, *, whole_depth: bool = False) -> RankMemory:

@@ -18,7 +18,7 @@ from learner.loop.steering import Steering
 from learner.model.adapter.lora import AdapterOf
 from learner.model.optimizer import BatchResult
 from learner.objective.plan import BatchPlan
-from learner.objective.statistics.step import StepStatistics, TrainedBatch
+from learner.objective.statistics import StepStatistics, TrainedBatch
 from learner.publish.versions import Versions
 from learner.ranks.beats import RankBeats
 from learner.ranks.mesh import Ranks
@@ -124,7 +124,7 @@ class Run(Callbacks):
             self.evaluations.start(self.version)
 
     def poll(self) -> None:
-        """Rank 0 tells the hub what threads beside training have finished; never waits."""
+        """Rank 0 tells the hub what threads in the background have finished; never waits."""
         if self.ranks.rank == 0:
             self.versions.publishing.poll()
             self.checkpoints.saving.poll()
@@ -149,13 +149,13 @@ class Run(Callbacks):
         if self.config.publish.when is PublishWhen.every_optimizer_step:
             self.versions.publish(version)
 
-    def trained(self, measured: Meter, result: BatchResult) -> bool:
+    def on_batch_trained(self, measured: Meter, result: BatchResult) -> bool:
         """Let what the batch measured steer the lead and the bound on the lag, and log what steered this one.
 
         Raises StreamrlError: too many optimizer steps were skipped.
         """
         self.skipped.stepped(result)
-        return self.steering.trained(measured, result)
+        return self.steering.on_batch_trained(measured, result)
 
     # --- checkpoints and records --------------------------------------------------------------------------------
 

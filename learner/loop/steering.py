@@ -24,7 +24,7 @@ class Steering(Callbacks):
     def lr_scale(self, measured: Meter) -> float:
         return self.staleness.lr_scale(measured)
 
-    def trained(self, measured: Meter, result: BatchResult) -> bool:
+    def on_batch_trained(self, measured: Meter, result: BatchResult) -> bool:
         """Take the batch in, and add to `measured` what steered it."""
         self.seconds = self._measure()
         self.staleness.update(measured, grad_norm=result.grad_norm, step_s=self.seconds)

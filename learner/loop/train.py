@@ -14,7 +14,7 @@ def train(run: Run) -> bool:
         if trained is None:
             return False
         run.publish_if_due()  # actors fetch it while the next batch is awaited
-        run.source.trained(run.version, trained)
+        run.source.commit_batch(run.version, trained)
         if not trained.result.skipped:
             run.evaluate_if_due()
         run.record(step, trained)  # before the checkpoint, or a crash between them loses the row

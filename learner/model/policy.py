@@ -29,7 +29,7 @@ from learner.checkpoint.model_files import (
     spread,
 )
 from learner.data.layout import PackedLayout, make_layout
-from learner.data.token_sets import TokenSets
+from learner.data.packing import TokenSets
 from learner.model.attention.kernels import choose_attention
 from learner.model.attention.packed import ATTENTION, AXIS, decoder_of, packed_states, registered
 from learner.model.scoring.logprobs import PLAIN, LogitRule, inspect_tokens, mass_below, score_tokens

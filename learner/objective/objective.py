@@ -1,9 +1,9 @@
 """The training objective of a run: which functions its loss is made of, and what they need to know of a whole batch.
 
     objective                      settings and functions, the same for every batch
-    plan = BatchPlan.of(...)       once a batch: baselines, scales, row weights, moments (`plan`)
+    plan = BatchPlan.from_batch(.) once a batch: baselines, scales, row weights, moments (`plan`)
     plan = score_batch(...)        only if `needs` says so: forward passes before the first gradient (`scoring_pass`)
-    token_loss(tokens, plan)       once a micro-batch: advantages -> masks -> surrogate -> regularizers (`loss`)
+    micro_batch_loss(...)          once a micro-batch: advantages -> masks -> surrogate -> regularizers (`loss`)
     StepStatistics(plan, ranks)    what the optimizer steps of the batch measured (`statistics.step`)
 
 Every number that needs the whole batch is fixed before the first loss, so a split into micro-batches or ranks changes
@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from learner.data.selection import LeaveOut
+from learner.data.packing import LeaveOut
 from learner.objective.options import (
     WEIGHTED_BASELINES,
     anchor_of,

@@ -11,17 +11,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from learner.data.packing import MicroBatch
-from learner.data.selection import LeaveOut, places_with_gradient
+from learner.data.packing import LeaveOut, MicroBatch, places_with_gradient
 from learner.data.trajectories import Trajectory
 from learner.model.critic import Targets
 from learner.objective import plan_tensors
 from learner.objective.advantages import Advantages, RowAdvantages
-from learner.objective.lag_policy import LagPolicy
 from learner.objective.objective import Objective
 from learner.objective.plan_tensors import MicroBatchKey, PlanTensors
-from learner.objective.token_batch import PassOutputs, TokenBatch
+from learner.objective.token_batch import EWMA, FROZEN, LagPolicy, PassOutputs, TokenBatch
 from learner.ranks.mesh import Ranks
+from streamrl.algorithms import log_ratios, loglinear_proximal, token_lags
 from streamrl.algorithms.types import ClipBounds
 from streamrl.config.schema import AdvantageBy
 from streamrl.messages import PlanRow
@@ -68,7 +67,7 @@ class BatchPlan:
     teacher_mean: float = 0.0
 
     @classmethod
-    def of(
+    def from_batch(
         cls, objective: Objective, trajectories: Sequence[Trajectory], batch: Sequence[PlanRow], *, version: int,
         ranks: Ranks, lag_policy: LagPolicy | None = None,
     ) -> BatchPlan:
@@ -92,6 +91,7 @@ class BatchPlan:
             rows, planned, ranks, avg_level=objective.loss.avg_level, max_new_tokens=objective.max_new_tokens,
             spread_budget=lag_policy.spread_budget, filter_truncated=objective.filter_truncated,
         )
+        # An agent's siblings may be on any rank, and so may the turns that its score is the sum of.
         if advantage.by is AdvantageBy.agent:
             row_advantages = plan_tensors.agent_advantages(rows, tensors, advantage, estimator, ranks)
         else:
@@ -115,6 +115,7 @@ class BatchPlan:
         rows, estimator = self.row_advantages.advantages.float(), self.objective.estimator
         if estimator.of_rows:
             return rows
+        # A centered score of 0 stays 0, whatever factor such an estimator puts on it.
         zero = (rows == 0) if estimator.scales_scores else torch.zeros_like(rows, dtype=torch.bool)
         return torch.where(zero, 0.0, math.nan)
 
@@ -127,12 +128,26 @@ class BatchPlan:
         self, batch: MicroBatch, policy: Tensor, entropy: Tensor | None = None, *, version: int | None = None
     ) -> TokenBatch:
         """Per-token values [S, A] of a micro-batch under the policy's log-probs, at the optimizer step `version`."""
+        objective, outputs, mask, behavior = self.objective, self.outputs_of(batch), batch.mask, batch.behavior_logprobs
+        version = self.version if version is None else version
         # Lags count from this step; masks and anchors from the first one, so that no token changes its mask between.
-        return TokenBatch.of(
-            batch, policy, entropy, self.outputs_of(batch), version=self.version if version is None else version,
-            first_version=self.version, anchor=self.objective.anchor,
-            exact_at_lag_zero=self.objective.loss.exact_at_lag_zero,
-        )
+        first = token_lags(batch.versions, self.version, mask)
+        lags = first if version == self.version else token_lags(batch.versions, version, mask)
+        if objective.loss.exact_at_lag_zero:
+            behavior = torch.where(mask & (lags == 0), policy.detach(), behavior)
+        # Without a scoring pass there is one optimizer step, and the current log-probs are those before the batch.
+        assert outputs.policy is not None or version == self.version or objective.anchor not in FROZEN, (
+            "an anchor has moved")
+        before = policy.detach() if outputs.policy is None else outputs.policy
+        proximal = None
+        if objective.anchor == "loglinear":
+            proximal = loglinear_proximal(behavior, before, first, mask)
+        elif objective.anchor == "recomputed":
+            proximal = before
+        elif objective.anchor == EWMA:
+            proximal = outputs.proximal
+        ratios = log_ratios(behavior, policy, mask)
+        return TokenBatch(batch, mask, policy, entropy, behavior, ratios, lags, first, proximal, outputs)
 
     def outputs_of(self, batch: MicroBatch) -> PassOutputs:
         """The scoring pass's outputs for this micro-batch; empty if there was no pass."""
@@ -160,6 +175,7 @@ class BatchPlan:
 
 def _rows(values: Values, rows: Sequence[int], width: int) -> Values:
     """These trajectories' rows of tensors [S, A] and [S], of which `width` action tokens are left."""
+    # The longest trajectory may be in the other part: padding that no row of this one needs goes, as `pack` makes it.
     cut = {
         one.name: None if (tensor := getattr(values, one.name)) is None else tensor[rows][..., :width]
         if tensor.dim() > 1 else tensor[rows] for one in fields(values)

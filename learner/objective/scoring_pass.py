@@ -17,7 +17,7 @@ from learner.model.critic import Critic
 from learner.model.networks import FrozenPolicy
 from learner.model.policy import Inspect, Inspected, Policy
 from learner.objective import plan_tensors
-from learner.objective.loss import estimated_advantages, shaped_advantages, trusted_tokens
+from learner.objective.loss import estimated_advantages, shaped_advantages, token_masks
 from learner.objective.options import WEIGHTED_BASELINES
 from learner.objective.plan import BatchPlan
 from learner.objective.token_batch import POLICY, SQUARE_NORMS, VALUES, PassOutputs, TokenBatch
@@ -100,7 +100,7 @@ def _fitted(plan: BatchPlan, observed: Sequence[TokenBatch], ranks: Ranks) -> Ba
 def _trusted(tokens: TokenBatch, plan: BatchPlan) -> Tensor:
     """Log-ratios and advantages [2, n] of the tokens that no mask removes."""
     advantages = shaped_advantages(tokens, plan)
-    keep = trusted_tokens(tokens, plan, advantages).keep
+    keep = token_masks(tokens, plan, advantages).keep
     return torch.stack([tokens.log_ratios[keep], advantages[keep]])
 
 

@@ -1,4 +1,4 @@
-"""The tokens of one micro-batch as every stage of the loss reads them.
+"""The tokens of one micro-batch as every stage of the loss reads them, and the treatment of old ones.
 
 A ratio is taken against the recorded behavior log-prob, or against a proximal policy between it and the current one:
 `recomputed` (the policy before this batch), `loglinear` (on the line from one to the other), `ewma` (a moving average
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from learner.data.packing import MicroBatch
-from streamrl.algorithms import log_ratios, loglinear_proximal, token_lags
+from streamrl.algorithms import lag_weights, log_ratios
 
 EWMA = "ewma"
 FROZEN = ("recomputed", "loglinear")
@@ -68,35 +68,6 @@ class TokenBatch:
     proximal: Tensor | None
     outputs: PassOutputs
 
-    @classmethod
-    def of(
-        cls, micro: MicroBatch, policy: Tensor, entropy: Tensor | None, outputs: PassOutputs, *, version: int,
-        first_version: int, anchor: str, exact_at_lag_zero: bool = False,
-    ) -> TokenBatch:
-        """Tokens under the policy's log-probs; lags count from `version`, ratios are taken against the policy `anchor`.
-
-        Args:
-            first_version: at the first optimizer step of the batch. From the second one on, anchors come out of the
-                scoring pass.
-        """
-        behavior, mask = micro.behavior_logprobs, micro.mask
-        first = token_lags(micro.versions, first_version, mask)
-        lags = first if version == first_version else token_lags(micro.versions, version, mask)
-        if exact_at_lag_zero:
-            behavior = torch.where(mask & (lags == 0), policy.detach(), behavior)
-        # Without a scoring pass there is one optimizer step, and the current log-probs are those before the batch.
-        assert outputs.policy is not None or version == first_version or anchor not in FROZEN, "an anchor has moved"
-        before = policy.detach() if outputs.policy is None else outputs.policy
-        proximal = None
-        if anchor == "loglinear":
-            proximal = loglinear_proximal(behavior, before, first, mask)
-        elif anchor == "recomputed":
-            proximal = before
-        elif anchor == EWMA:
-            proximal = outputs.proximal
-        ratios = log_ratios(behavior, policy, mask)
-        return cls(micro, mask, policy, entropy, behavior, ratios, lags, first, proximal, outputs)
-
     @property
     def recorded_log_ratios(self) -> Tensor:
         """[S, A] log-ratios to what the actors recorded, at every lag: for checks of the engines, not for the loss."""
@@ -113,3 +84,41 @@ class TokenBatch:
         found = getattr(self.outputs, name)
         assert found is not None, f"the loss reads {name!r} of the scoring pass: run score_batch() before it"
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class LagPolicy:
+    """The rules of one batch; the defaults neither mask nor discount by lag. Lags to mask or discount by are those at
+    its first optimizer step, so that no token changes its weight between the steps.
+
+    Attributes:
+        mask_beyond: tokens of a larger lag are left out of the loss, unless the hub's plan says that their trajectory
+            is trained under a wider bound (its head lag is larger); None trains every age.
+        discount_beyond: losses of tokens of a larger lag shrink by `decay` for every step beyond; None is never.
+        drift_exceeded: drift exceeds its target, which is when some guards come on.
+        opsm_scale: factor on loss.opsm_delta; below 1 off-policy sequence masking is stricter.
+        m2_by_lag: mean squared log-ratio expected at lag 0, 1, ...; later lags count as the last. Empty is not known.
+        spread_budget: head lags of one group that differ by more get baselines of their own; None never splits.
+    """
+
+    mask_beyond: int | None = None
+    discount_beyond: int | None = None
+    decay: float = 1.0
+    drift_exceeded: bool = True
+    spread_budget: int | None = None
+    opsm_scale: float = 1.0
+    m2_by_lag: tuple[float, ...] = ()
+
+    def weights(self, lags: Tensor, mask: Tensor) -> Tensor | None:
+        """Factors on the token losses [S, A], None if all are 1."""
+        if self.discount_beyond is None:
+            return None
+        return lag_weights(lags, mask, max_lag=self.discount_beyond, decay=self.decay)
+
+    def expected_m2(self, lags: Tensor) -> Tensor | None:
+        """Drift that is usual at each token's lag [S, A], None if it is not known."""
+        if not self.m2_by_lag:
+            return None
+        # Lags beyond the table are rarer than what an expectation can be taken over: they count as its last.
+        table = torch.tensor(self.m2_by_lag, device=lags.device)
+        return table[lags.clamp(0, len(self.m2_by_lag) - 1)]

@@ -39,7 +39,6 @@ from streamrl.weights.shm.writer import DocumentWriter
 log = logging.getLogger("streamrl.learner")
 
 
-
 @dataclass(frozen=True, slots=True)
 class PublishedVersion:
     """A staged version: what to announce, where it lies, its size, and how long the block took."""

@@ -19,7 +19,7 @@ class Background(Generic[T]):
     """
 
     def __init__(self, ranks: Ranks, name: str) -> None:
-        self._ranks = ranks.beside()
+        self._ranks = ranks.background_group()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._job: Future[T] | None = None
 

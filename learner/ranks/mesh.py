@@ -50,7 +50,7 @@ class Mesh:
     tensor: int = 1
 
     @classmethod
-    def of(
+    def from_world_size(
         cls, world: int, *, replicate: int = 1, shard: int | None = None, context: int = 1, tensor: int = 1
     ) -> Mesh:
         """All other processes shard, unless `shard` is given. Raises ConfigError for another number of processes."""
@@ -146,11 +146,12 @@ class Ranks:
             device: auto, cpu or cuda; cuda takes device number LOCAL_RANK.
             timeout_s: a collective that waits longer for another rank raises.
             sharded: make a process group even for one process, as FSDP2's mixed precision needs; None: on a GPU only.
-            axes: of the mesh, as `Mesh.of` takes them.
+            axes: of the mesh, as `Mesh.from_world_size` takes them.
         Raises:
             ConfigError: a device that is not here, or axes that give another number of processes.
         """
-        rank, mesh = int(os.environ.get("RANK", "0")), Mesh.of(int(os.environ.get("WORLD_SIZE", "1")), **(axes or {}))
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        mesh = Mesh.from_world_size(world, **(axes or {}))
         where = _device(device)
         sharded = where.type == "cuda" if sharded is None else sharded
         if mesh.world == 1 and not sharded:
@@ -165,8 +166,8 @@ class Ranks:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
         return cls(rank, mesh, where, divided, context, timeout_s=timeout_s)
 
-    def beside(self) -> Ranks:
-        """The same ranks over another group, for a thread beside training: in one group, collectives of two threads
+    def background_group(self) -> Ranks:
+        """The same ranks over another group, for a thread in the background: in one group, collectives of two threads
         would be taken for one another. On the host, so that they do not wait for a GPU either. A collective call."""
         if self.mesh.world == 1:
             return self

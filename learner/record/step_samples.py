@@ -14,9 +14,9 @@ import msgspec
 from transformers import AutoTokenizer
 
 from learner.data.trajectories import Trajectory, TrajectoryReader
-from learner.objective.statistics.step import StepStatistics
+from learner.objective.statistics import StepStatistics
 from learner.ranks.mesh import Ranks
-from learner.record.drafts import Draft, draft, draw_groups, draw_member, draw_prompts
+from learner.record.sample_selection import Draft, draft, draw_groups, draw_member, draw_prompts
 from streamrl.config.schema import SamplesConfig
 from streamrl.errors import WireError
 from streamrl.messages import BatchShare, EvalResult, KeptGroup

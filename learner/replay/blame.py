@@ -23,7 +23,7 @@ from torch import Tensor
 from learner.data.packing import MicroBatch, pack
 from learner.objective.plan import BatchPlan
 from learner.objective.scoring_pass import score_batch
-from learner.objective.statistics.step import StepStatistics
+from learner.objective.statistics import StepStatistics
 from learner.replay.opened import OpenedRun, open_run
 from learner.trainer import Trainer, forward_backward
 from streamrl.commands import parsed, parser_of, say, status_of

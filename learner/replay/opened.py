@@ -21,7 +21,7 @@ from learner.loop.steering import Steering
 from learner.model.adapter.lora import AdapterOf
 from learner.model.config_file import policy_vocab_size
 from learner.objective.plan import BatchPlan
-from learner.objective.statistics.step import StepStatistics
+from learner.objective.statistics import StepStatistics
 from learner.publish.digests import WeightDigests
 from learner.ranks.mesh import Ranks
 from learner.setup.device import environment, start_ranks

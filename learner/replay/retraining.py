@@ -14,7 +14,7 @@ from learner.checkpoint.checkpoint import checkpoint_at
 from learner.data.trajectories import Trajectory, TrajectoryReader
 from learner.hub.trust.actor_trust import DRAWS_BY_SEED, MAX_OTHER_DRAWS
 from learner.loop.retrain import Retrained
-from learner.objective.statistics.agreements import Agreements
+from learner.objective.statistics import Agreements
 from learner.replay.consistency import metrics_rows, same
 from learner.replay.opened import OpenedRun, open_run
 from streamrl.environment import DrivesGeneration

@@ -13,20 +13,16 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from learner.data.packing import MicroBatch, pack
-from learner.data.selection import LeaveOut
+from learner.data.packing import LeaveOut, MicroBatch, pack
 from learner.data.trajectories import Trajectory
-from learner.objective.kl_options import check_regularizers, entropy_options
-from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss import micro_batch_loss
-from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
-from learner.objective.options import need, unused
+from learner.objective.options import check_regularizers, entropy_options, need, unused
 from learner.objective.plan import BatchPlan
-from learner.objective.regularizers import Regularizers
+from learner.objective.regularizers import LossWeights, Regularizers
 from learner.objective.scoring_pass import with_outputs
-from learner.objective.statistics.step import StepStatistics
-from learner.objective.token_batch import PassOutputs
+from learner.objective.statistics import StepStatistics
+from learner.objective.token_batch import LagPolicy, PassOutputs
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import find_estimator
 from streamrl.config.schema import (
@@ -140,7 +136,7 @@ def _one_step(settings: LossSections, loss: LossConfig) -> float:
         filter_truncated=settings.filter.truncated, leave_out=LeaveOut.PASS, steps_per_batch=settings.steps_per_batch,
     )
     rows, ranks, total = _answers(), Ranks(), 0.0
-    plan = BatchPlan.of(
+    plan = BatchPlan.from_batch(
         objective, rows, _plan(rows), version=_VERSION, ranks=ranks, lag_policy=LagPolicy(m2_by_lag=(0.01, 0.02))
     )
     statistics = StepStatistics(plan, ranks)

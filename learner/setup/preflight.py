@@ -333,7 +333,7 @@ def _check_mesh(config: Config) -> None:
     if config.learner.mesh != MeshConfig():
         from learner.ranks.mesh import Mesh
 
-        Mesh.of(config.launch.num_learner_ranks, **vars(config.learner.mesh))
+        Mesh.from_world_size(config.launch.num_learner_ranks, **vars(config.learner.mesh))
 
 
 def _check_vllm_heads(config: Config) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from learner.objective.objective import Objective
 from learner.objective.options import surrogate_options
 from learner.objective.regularizers import Regularizers
-from learner.objective.statistics.shadow import Shadow
+from learner.objective.shadow import Shadow
 from learner.objective.token_batch import POLICY, PROXIMAL, SQUARE_NORMS, VALUES
 from streamrl.algorithms import SURROGATES, find_surrogate
 from streamrl.config.load import algorithm_preset, group_files

@@ -12,7 +12,7 @@ import torch
 
 from learner.checkpoint.checkpoint import Checkpoint, ResumeState
 from learner.control.staleness import StalenessControl
-from learner.data.selection import LeaveOut
+from learner.data.packing import LeaveOut
 from learner.hub_client.settings import answer_limit
 from learner.loop.steering import Steering
 from learner.model.adapter.lora import AdapterOf, FrozenAdapter, add_adapter, check_resumed, describe, describe_adapter
@@ -22,10 +22,9 @@ from learner.model.optimizer import allocate_moments, make_optimizer, make_sched
 from learner.model.paths import compute_dtype, wire_dtype
 from learner.model.policy import Policy, load_policy, pass_options
 from learner.model.teacher import load_teacher
-from learner.objective.kl_options import needs_reference
-from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
-from learner.objective.regularizers import Regularizers
+from learner.objective.options import needs_reference
+from learner.objective.regularizers import LossWeights, Regularizers
 from learner.objective.rewards import RewardRules
 from learner.publish.export import export_model, used_template
 from learner.publish.rounding import round_frozen

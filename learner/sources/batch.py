@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from learner.data.trajectories import Trajectory
-from learner.objective.statistics.step import TrainedBatch
+from learner.objective.statistics import TrainedBatch
 from streamrl.messages import BatchShare, PlanRow
 
 
@@ -32,5 +32,5 @@ class BatchSource(Protocol):
     def next_batch(self, version: int) -> Batch | None:
         """The batch that is trained at this version; None when there is none any more, or the run is to stop."""
 
-    def trained(self, version: int, trained: TrainedBatch) -> None:
+    def commit_batch(self, version: int, trained: TrainedBatch) -> None:
         """The batch handed out last led to this version, which is the same as before if it was skipped."""

@@ -8,7 +8,7 @@ from learner.data.shares import read_share
 from learner.data.trajectories import TrajectoryReader
 from learner.hub_client.link import HubLink
 from learner.objective.rewards import RewardRules
-from learner.objective.statistics.step import TrainedBatch
+from learner.objective.statistics import TrainedBatch
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.sources.batch import Batch
@@ -54,7 +54,7 @@ class HubSource:
                     return Batch(rows, share.plan, share)
             self._set_aside(version, cause or "another rank cannot train on its part")
 
-    def trained(self, version: int, trained: TrainedBatch) -> None:
+    def commit_batch(self, version: int, trained: TrainedBatch) -> None:
         """Rank 0 tells the ledger: capacity for the next batch is free; and what its actors are worth."""
         agreements = trained.statistics.agreements.take(self._ranks)
         if self._ranks.rank == 0:

@@ -11,7 +11,7 @@ from learner.data.shares import read_share
 from learner.data.trajectories import Trajectory, TrajectoryReader
 from learner.hub.ledger.tables.groups import HeldGroup, HeldMember
 from learner.hub.shared.plan import share_batch
-from learner.objective.statistics.step import TrainedBatch
+from learner.objective.statistics import TrainedBatch
 from learner.ranks.mesh import Ranks
 from learner.sources.batch import Batch
 from streamrl.messages import BatchShare, GroupOrigin, PlanRow
@@ -74,7 +74,7 @@ class LogSource:
             raise LogError(f"{where} was trained, and cannot be with these settings: {self.cause}")
         return Batch((), share.plan)
 
-    def trained(self, version: int, trained: TrainedBatch) -> None:
+    def commit_batch(self, version: int, trained: TrainedBatch) -> None:
         """Logged batches need no answer."""
 
     def _share(self, logged: Logged) -> BatchShare:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from learner.data.trajectories import Trajectory, TrajectoryReader
-from learner.objective.statistics.step import TrainedBatch
+from learner.objective.statistics import TrainedBatch
 from learner.sources.batch import Batch
 from streamrl.errors import ContentError
 from streamrl.messages import PlanRow
@@ -38,7 +38,7 @@ class RecordedBatches:
         rows = self._reader.read(frames, version=version)
         return Batch(rows, plan_of(rows, version, num_minibatches=self._num_minibatches))
 
-    def trained(self, version: int, trained: TrainedBatch) -> None:
+    def commit_batch(self, version: int, trained: TrainedBatch) -> None:
         """Recorded batches need no answer."""
 
 

@@ -181,7 +181,6 @@ def constraint_penalty(value: Tensor | float, limit: float, *, sense: str = "max
     return weight * signed_violation(read_mean(value), limit, sense).clamp(min=0.0).square()
 
 
-
 def signed_violation(value: Tensor | float, limit: float, sense: str) -> Tensor | float:
     """How far `value` is beyond `limit`; negative while it keeps the limit. `sense`: "max" or "min"."""
     require(sense in ("max", "min"), f"sense={sense!r} must be one of max, min")

@@ -39,7 +39,6 @@ def seq_tis_weights(log_ratios: Tensor, mask: Tensor, *, cap: float = 2.0) -> Te
     return only(mask, row_log_ratios(log_ratios, mask).exp().clamp(max=cap)[:, None].expand(mask.shape))
 
 
-
 @torch.no_grad()
 def seq_mis_keep(log_ratios: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 2.0) -> Tensor:
     """Keep rows with `low <= exp(S) <= high`; bool [B, T]."""
@@ -61,7 +60,6 @@ def geo_keep(log_ratios: Tensor, mask: Tensor, *, low: float | Tensor = 0.999, h
         require_range(low, high)
     ratio = sequence_stats(log_ratios, mask).log_mean.exp()
     return mask & ((ratio >= low) & (ratio <= high))[:, None]
-
 
 
 @torch.no_grad()
@@ -99,7 +97,6 @@ def opsm_keep(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, delta: fl
     (advantages,) = read(mask, advantages=advantages)
     stale = -sequence_stats(log_ratios, mask).log_mean > delta
     return mask & ~((advantages < 0) & stale[:, None])
-
 
 
 @torch.no_grad()

@@ -158,7 +158,6 @@ def grpo_advantages(scores: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> 
     return (centered / (std + eps)).to(float_dtype(scores))
 
 
-
 @torch.no_grad()
 def gdpo_advantages(components: Tensor, group_ids: Tensor, weights: Tensor, *, eps: float = 1e-6) -> Tensor:
     """Each reward component normalized in its group as in GRPO, summed with `weights`, whitened over the batch; [B].
@@ -187,7 +186,6 @@ def reinforce_pp_advantages(
     `moments` are those of the return-to-go over the whole optimizer batch, when this is a part of it.
     """
     return whiten(reward_to_go(rewards, mask, gamma=gamma), mask, moments=moments)
-
 
 
 @torch.no_grad()

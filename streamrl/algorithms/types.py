@@ -57,7 +57,6 @@ class SequenceStats:
     k3_mean: Tensor  # [B] mean(exp(ell) - ell - 1)
 
 
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Correction:
     """Detached weights and mask of an actor-learner correction."""

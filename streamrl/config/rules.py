@@ -62,7 +62,7 @@ def lag_rule(config: Config) -> LagRule:
     }
     # Every other term of the rule is the setting of its name, so that a new term is not listed here.
     named = {term.name: getattr(staleness, term.name) for term in fields(LagRule) if term.name not in terms}
-    return LagRule.of(**terms, **named)
+    return LagRule.from_settings(**terms, **named)
 
 
 def max_lag(config: Config) -> int:

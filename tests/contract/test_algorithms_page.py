@@ -12,8 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 
 import streamrl.algorithms as algorithms
 from learner.hub_client.settings import answer_limit
-from learner.objective.kl_options import CONTROLLERS, MODES, check_regularizers
-from learner.objective.options import AVG_LEVELS, BASELINES, SCALES, check_settings
+from learner.objective.options import (
+    AVG_LEVELS,
+    BASELINES,
+    CONTROLLERS,
+    MODES,
+    SCALES,
+    check_regularizers,
+    check_settings,
+)
 from learner.objective.rewards import METHODS, RewardRules
 from streamrl.algorithms import CORRECTION_PRESETS, ESTIMATORS, SURROGATES
 from streamrl.config.load import load_config, open_mappings, setting_names, to_config

@@ -379,3 +379,24 @@ def test_no_folder_holds_more_files_than_a_reader_can_survey():
 def test_no_file_outgrows_one_idea():
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules().values()}
     assert {name: num for name, num in lengths.items() if num > MAX_LINES} == {}
+
+
+def test_the_training_step_is_short_enough_to_follow():
+    """The list of docs/architecture.md: real functions, few enough of them, in files that one can read."""
+    text = (ROOT / "docs/architecture.md").read_text().partition("## The training step\n")[2].partition("\n## ")[0]
+    calls = [line.split()[:2] for line in text.partition("```text\n")[2].partition("```")[0].splitlines()]
+    missing = [
+        f"{module}:{name}" for module, name in calls
+        if name.rpartition(".")[2] not in {
+            node.name for node in ast.walk(tree(module)) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
+    ]
+    assert missing == []
+    packages = {module.rpartition(".")[0] for module, _ in calls}
+    assert len(calls) <= 40 and len(packages) <= 14, (len(calls), sorted(packages))
+    files, named = [], text.rpartition("Fifteen files")[2]
+    for names, folder in re.findall(r"((?:`\w+\.py`,?\s)+)of\s`([\w/]+)`", named):
+        files += [f"{folder}/{name}" for name in re.findall(r"\w+\.py", names)]
+    files += re.findall(r"`(\w+/[\w/]+\.py)`", named)
+    lengths = {name: len((ROOT / name).read_text().splitlines()) for name in files}
+    assert 10 < len(lengths) <= 16 and sum(lengths.values()) <= 3300, lengths

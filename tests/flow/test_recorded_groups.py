@@ -37,8 +37,8 @@ class Keeps:
         self.batches += [] if batch is None else [batch]
         return batch
 
-    def trained(self, version, trained) -> None:
-        self.source.trained(version, trained)
+    def commit_batch(self, version, trained) -> None:
+        self.source.commit_batch(version, trained)
 
 
 def weights(networks) -> dict[str, torch.Tensor]:

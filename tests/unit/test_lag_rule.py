@@ -35,7 +35,7 @@ def test_the_bound_is_the_largest_lag_that_grants_and_window_allow(case):
         for installed in range(13) for rank in range(60) if rule.may_grant(rank, installed)
     }
 
-    unset = LagRule.of(
+    unset = LagRule.from_settings(
         max_lag=None, eta=rule.eta, window=rule.window, groups_per_batch=rule.groups_per_batch,
         steps_per_batch=rule.steps_per_batch,
     )
@@ -67,7 +67,7 @@ def test_a_bound_moves_with_the_lead_and_keeps_its_distance():
 
     assert rule.at_eta(0) == LagRule(eta=0, window=9, groups_per_batch=8, max_lag=3)
     assert rule.at_eta(4).at_eta(2) == rule
-    several = LagRule.of(eta=2, window=9, groups_per_batch=8, steps_per_batch=3, max_lag=None)
+    several = LagRule.from_settings(eta=2, window=9, groups_per_batch=8, steps_per_batch=3, max_lag=None)
     assert several.at_eta(4).max_lag == several.at_eta(4).bound == 3 * (4 + 2) + 2
 
 

@@ -260,7 +260,6 @@ class Membership(Part):
                 self.lifecycle.retry(record, now, failed=False)
 
 
-
 def stop_of(reason: StopReason, detail: str, *, rejoin: bool = False, retry_after_s: float = 0.0) -> Stop:
     """Make the answer that ends a connection or a process, with its exit status."""
     return Stop(reason, rejoin, retry_after_s, EXIT_CODES.get(reason, 1), detail[:512])

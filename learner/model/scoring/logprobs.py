@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from learner.data.token_sets import TokenSets
+from learner.data.packing import TokenSets
 
 _MOST_DIFFERENCE = 1e-4  # of a logit, relative to the largest; measured about 1e-6
 

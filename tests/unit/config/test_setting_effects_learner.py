@@ -278,8 +278,6 @@ def test_name_root_and_dir_choose_the_run_directory(tmp_path, monkeypatch):
     assert directory(f"run.dir={tmp_path / 'exactly'}") == tmp_path / "exactly"
 
 
-
-
 @pytest.mark.shows("trainer.num_epochs")
 @pytest.mark.parametrize(
     ("words", "num_steps"), [((), 200), (("trainer.num_epochs=2",), 13), (("trainer.num_epochs=0.01",), 1)]

@@ -9,13 +9,12 @@ from torch import Tensor
 from learner.data.packing import MicroBatch
 from learner.data.trajectories import Trajectory
 from learner.model.policy import Policy
-from learner.objective.lag_policy import LagPolicy
 from learner.objective.loss import micro_batch_loss
 from learner.objective.objective import Objective
 from learner.objective.plan import BatchPlan
 from learner.objective.scoring_pass import score_batch, with_outputs
-from learner.objective.statistics.step import StepStatistics
-from learner.objective.token_batch import PassOutputs
+from learner.objective.statistics import StepStatistics
+from learner.objective.token_batch import LagPolicy, PassOutputs
 from learner.ranks.mesh import Ranks
 from learner.trainer import forward_backward
 from streamrl.messages import PlanRow
@@ -30,7 +29,7 @@ class OneBatch:
         ranks: Ranks | None = None, lag_policy: LagPolicy | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
-        self.plan = BatchPlan.of(
+        self.plan = BatchPlan.from_batch(
             objective, rows, plan, version=version, ranks=self.ranks, lag_policy=lag_policy
         )
         self.statistics = StepStatistics(self.plan, self.ranks)

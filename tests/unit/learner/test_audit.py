@@ -18,7 +18,7 @@ from actors.settings import episode_rules
 from learner.audit.audit import Audit
 from learner.data.trajectories import TrajectoryReader
 from learner.model.policy import load_policy
-from learner.objective.statistics.agreements import Agreements
+from learner.objective.statistics import Agreements
 from learner.ranks.mesh import Ranks
 from streamrl.config.load import load_config
 from streamrl.config.rules import largest_max_lag

@@ -121,20 +121,23 @@ def test_other_masks_and_styles_of_a_plan_do_the_same(one, layout, family):
 )
 def test_a_model_that_cannot_be_divided_is_refused_by_name(family, tensor, sizes, error):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **sizes}))
-    with fake_ranks(Mesh.of(4, tensor=tensor), sharded=True) as ranks, pytest.raises(ConfigError, match=error):
+    mesh = Mesh.from_world_size(4, tensor=tensor)
+    with fake_ranks(mesh, sharded=True) as ranks, pytest.raises(ConfigError, match=error):
         assemble(model, ranks, dtype=torch.float32)
 
 
 def test_a_layer_with_a_weight_of_another_form_is_not_divided():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
     model.model.layers[0].self_attn.q_proj.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
-    with fake_ranks(Mesh.of(2, tensor=2), sharded=True) as ranks, pytest.raises(ConfigError, match="a Linear4bit at"):
+    mesh = Mesh.from_world_size(2, tensor=2)
+    with fake_ranks(mesh, sharded=True) as ranks, pytest.raises(ConfigError, match="a Linear4bit at"):
         assemble(model, ranks, dtype=torch.float32)
 
 
 def test_compiled_layers_are_not_divided():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
-    with fake_ranks(Mesh.of(2, tensor=2), sharded=True) as ranks, pytest.raises(ConfigError, match="leave one of them"):
+    mesh = Mesh.from_world_size(2, tensor=2)
+    with fake_ranks(mesh, sharded=True) as ranks, pytest.raises(ConfigError, match="leave one of them"):
         assemble(model, ranks, dtype=torch.float32, compile_with="eager")
 
 

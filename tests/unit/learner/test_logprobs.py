@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.data.token_sets import TokenSets
+from learner.data.packing import TokenSets
 from learner.model.scoring.logprobs import LogitRule, inspect_tokens, mass_below, measure_logit_rule, score_tokens
 
 M, H, V = 11, 6, 17

@@ -17,13 +17,13 @@ from tests.unit.hub.ledger.test_batches import held
 from tests.unit.learner.learner_factories import batch, plan_of
 
 LAYOUTS = [
-    Mesh.of(world * replicate * context * tensor, replicate=replicate, context=context, tensor=tensor)
+    Mesh.from_world_size(world * replicate * context * tensor, replicate=replicate, context=context, tensor=tensor)
     for world, replicate, context, tensor in product((1, 3), (1, 2), (1, 2), (1, 4))
 ]
 
 
 def test_ranks_are_laid_out_with_the_tensor_axis_fastest():
-    mesh = Mesh.of(8, tensor=2, context=2)
+    mesh = Mesh.from_world_size(8, tensor=2, context=2)
 
     assert [mesh.coordinates(rank) for rank in (0, 1, 2, 3, 4, 7)] == [
         (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0), (0, 0, 1, 1), (0, 1, 0, 0), (0, 1, 1, 1),
@@ -51,15 +51,15 @@ def test_every_place_is_taken_once_and_each_share_and_each_shard_has_one_first_r
 
 def test_axes_that_do_not_divide_the_number_of_processes_are_refused():
     with pytest.raises(ValueError, match="6 learner processes cannot form a learner.mesh of replicate=1, context=2, "):
-        Mesh.of(6, context=2, tensor=2)
+        Mesh.from_world_size(6, context=2, tensor=2)
     for shard in (1, 3, 4):
         with pytest.raises(ConfigError, match=f"4 .* replicate=2, shard={shard}, .*num_learner_ranks to {2 * shard}, "):
-            Mesh.of(4, replicate=2, shard=shard)
-    assert Mesh.of(4, replicate=2, shard=2) == Mesh.of(4, replicate=2)
+            Mesh.from_world_size(4, replicate=2, shard=shard)
+    assert Mesh.from_world_size(4, replicate=2, shard=2) == Mesh.from_world_size(4, replicate=2)
 
 
 def test_a_batch_is_split_by_data_parallel_rank_and_not_by_process():
-    mesh, groups = Mesh.of(8, tensor=2, context=2), [held(i, tokens=1 + i) for i in range(3)]
+    mesh, groups = Mesh.from_world_size(8, tensor=2, context=2), [held(i, tokens=1 + i) for i in range(3)]
 
     shares = share_batch(groups, 5, mesh.dp_ranks)
 
@@ -74,11 +74,11 @@ def test_the_objective_looks_up_its_trajectories_by_data_parallel_rank():
     objective = Objective(
         AdvantageConfig(), LossConfig(), max_new_tokens=16, max_lag=4
     )
-    ranks = Ranks(rank=3, mesh=Mesh.of(4, tensor=2))
+    ranks = Ranks(rank=3, mesh=Mesh.from_world_size(4, tensor=2))
 
-    BatchPlan.of(objective, [row for row in rows if row.group_id % 2 == 1], plan, version=5, ranks=ranks)
+    BatchPlan.from_batch(objective, [row for row in rows if row.group_id % 2 == 1], plan, version=5, ranks=ranks)
     with pytest.raises(ContentError, match="rank 1 holds other trajectories"):
-        BatchPlan.of(objective, [row for row in rows if row.group_id % 2 == 0], plan, version=5, ranks=ranks)
+        BatchPlan.from_batch(objective, [row for row in rows if row.group_id % 2 == 0], plan, version=5, ranks=ranks)
 
 
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)

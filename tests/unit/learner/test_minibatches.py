@@ -17,9 +17,9 @@ from learner.loop.run import Run
 from learner.model.networks import Networks
 from learner.model.optimizer import BatchResult, Schedule, StepResult, make_optimizer
 from learner.model.policy import load_policy
-from learner.objective.lag_policy import LagPolicy
-from learner.objective.loss import token_loss
+from learner.objective.loss import policy_term
 from learner.objective.objective import Objective
+from learner.objective.token_batch import LagPolicy
 from learner.ranks.mesh import Ranks
 from learner.trainer import Callbacks, Trainer, TrainerSettings
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OptimizerConfig, PublishWhen
@@ -186,9 +186,9 @@ def test_the_loglinear_anchor_stays_where_the_first_step_put_it(checkpoints, mon
 
     def seen_loss(tokens, plan):
         seen.append((tokens.proximal.clone(), tokens.policy.detach().clone(), tokens.lags.clone()))
-        return token_loss(tokens, plan)
+        return policy_term(tokens, plan)
 
-    monkeypatch.setattr("learner.objective.loss.token_loss", seen_loss)
+    monkeypatch.setattr("learner.objective.loss.policy_term", seen_loss)
     trainer_of(policy, GROUP_STD, loss, num_epochs=3, schedule=Schedule("constant", LR, 8)).train_batch(rows, plan)
 
     anchors, policies, lags = zip(*seen, strict=True)

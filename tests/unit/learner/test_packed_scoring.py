@@ -18,9 +18,8 @@ from learner.model.attention import kernels as blocks
 from learner.model.critic import CriticModel, ValueHead
 from learner.model.networks import FrozenPolicy
 from learner.model.policy import Inspect, decoder_layers, load_policy
-from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
-from learner.objective.regularizers import Regularizers
+from learner.objective.regularizers import LossWeights, Regularizers
 from learner.ranks.mesh import Ranks
 from learner.setup.trainer import load_networks
 from streamrl.architectures.miniature import build_miniature

@@ -16,7 +16,7 @@ from learner.data.packing import pack
 from learner.data.trajectories import TrajectoryReader
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
-from learner.record.drafts import draft, draw_groups, draw_member, draw_prompts, token_texts
+from learner.record.sample_selection import draft, draw_groups, draw_member, draw_prompts, token_texts
 from learner.record.step_samples import open_samples
 from streamrl.config.schema import AdvantageConfig, LossConfig, SamplesConfig
 from streamrl.messages import BatchShare, EvalResult, GroupOrigin, KeptGroup

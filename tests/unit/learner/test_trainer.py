@@ -15,7 +15,7 @@ from learner.loop.finish import finish
 from learner.loop.train import train
 from learner.model.paths import model_directory
 from learner.model.tiny import CHAT_TEMPLATE
-from learner.objective.statistics.step import TrainedBatch
+from learner.objective.statistics import TrainedBatch
 from learner.ranks.activity import Activity
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
@@ -96,7 +96,7 @@ def trained_alone(folder: Path, *words: str) -> tuple[dict[str, torch.Tensor], l
     results = []
     while (taken := source.next_batch(trainer.version)) is not None:
         trained = trainer.train_batch(taken.rows, taken.plan, lag_policy=staleness.lag_policy)
-        source.trained(trainer.version, trained)
+        source.commit_batch(trainer.version, trained)
         results.append(trained)
     assert trainer.step == NUM_STEPS
     return {name: p.detach() for name, p in trainer.networks.policy.named_parameters()}, results

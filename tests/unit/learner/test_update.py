@@ -189,7 +189,6 @@ def test_a_schedule_begins_when_its_weights_are_trained(name):
     assert [late.lr_at(step) for step in range(20, 70)] == [alone.lr_at(step) for step in range(50)]
 
 
-
 @pytest.mark.parametrize(("settings", "message"), [
     ({"name": "cosine"}, "critic.scheduler.name=cosine is unknown.*constant, cosine_with_min_lr"),
     ({"name": "linear", "min_lr": 2.0}, "critic.scheduler.min_lr=2.0 must lie between 0 and the peak 1.0"),

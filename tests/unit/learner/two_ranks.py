@@ -28,16 +28,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
-from learner.data.packing import equalize, pack
-from learner.data.selection import LeaveOut
+from learner.data.packing import LeaveOut, equalize, pack
 from learner.model.adapter.lora import FrozenAdapter, add_adapter
 from learner.model.critic import build_critic
 from learner.model.networks import FrozenPolicy, Networks, sync_if_due
 from learner.model.optimizer import Schedule, make_optimizer, optimizer_step
 from learner.model.policy import Policy, load_policy
-from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
-from learner.objective.regularizers import Regularizers
+from learner.objective.regularizers import LossWeights, Regularizers
 from learner.publish.export import export_critic, export_model
 from learner.ranks.mesh import Ranks, local_part
 from learner.setup.shadows import make_shadows

@@ -53,14 +53,14 @@ def own_mib() -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    mesh = Mesh.of(2).on_devices("cpu")
+    mesh = Mesh.from_world_size(2).on_devices("cpu")
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     rank = mesh.get_rank()
     shm = ShmPublisher(Path(sys.argv[1]), "budget") if rank == 0 else None
-    ranks = Ranks(rank, Mesh.of(2), torch.device("cpu"), mesh)
+    ranks = Ranks(rank, Mesh.from_world_size(2), torch.device("cpu"), mesh)
     publisher = Publisher(
         policy_parameters(model), wire_dtype=torch.bfloat16, bucket_bytes=BUCKET_BYTES, shm=shm, ranks=ranks
     )

@@ -45,7 +45,7 @@ def publish_all(model: torch.nn.Module, folder: Path, ranks: Ranks, *, way: str)
     publisher = Publisher(
         policy_tensors(model), wire_dtype=torch.bfloat16, bucket_bytes=64, shm=shm, ranks=ranks, fold=True
     )
-    beside = ranks.beside()
+    beside = ranks.background_group()
     for version in range(3):
         if version == 2 and way == "broken" and ranks.rank == 1:
             rows.SharedFile.write = no_room
@@ -90,8 +90,8 @@ def change(model: torch.nn.Module, factor: float) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    mesh = Mesh.of(2).on_devices("cpu")
-    ranks = Ranks(mesh.get_rank(), Mesh.of(2), torch.device("cpu"), mesh)
+    mesh = Mesh.from_world_size(2).on_devices("cpu")
+    ranks = Ranks(mesh.get_rank(), Mesh.from_world_size(2), torch.device("cpu"), mesh)
     here, copied = publisher_module.SharedFile, publisher_module._copied
     for way in ("rows", "gather", "snapshot", "no-room", "broken"):
         model = toy_model()

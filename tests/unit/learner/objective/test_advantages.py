@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from learner.data.packing import pack
-from learner.objective.advantages import segment_ids
-from learner.objective.loss import estimated_advantages
+from learner.objective.loss import estimated_advantages, segment_ids
 from learner.objective.objective import Objective
 from learner.objective.token_batch import PassOutputs
 from streamrl import algorithms

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from learner.data.trajectories import TrajectoryReader
-from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.plan import BatchPlan
-from learner.objective.regularizers import Regularizers
+from learner.objective.regularizers import LossWeights, Regularizers
 from learner.ranks.mesh import Ranks
 from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageBy, AdvantageConfig, ConstraintConfig, EntropyConfig, KlConfig, LossConfig
@@ -101,17 +100,17 @@ def test_one_agent_alone_has_the_advantages_of_trajectories():
 def test_ranks_that_hold_a_group_each_agree_with_one_rank_that_holds_all():
     rows, settings = rows_of(3), AdvantageConfig(by=AdvantageBy.agent, scale="batch_std")
     objective = Objective(settings, LossConfig(), max_new_tokens=16, max_lag=4)
-    whole = BatchPlan.of(objective, rows, plan_of(rows), version=5, ranks=Ranks()).row_advantages.turns
+    whole = BatchPlan.from_batch(objective, rows, plan_of(rows), version=5, ranks=Ranks()).row_advantages.turns
 
     world = 2
     shares = [[row for row in rows if row.group_id % world == rank] for rank in range(world)]
     sent: list[list[float]] = []
     for rank in range(world):  # first what each sends, then with what all have sent
         ranks = together(rank, lambda flat: sent.append(flat) or [flat])
-        BatchPlan.of(objective, shares[rank], plan_of(rows, world=world), version=5, ranks=ranks)
+        BatchPlan.from_batch(objective, shares[rank], plan_of(rows, world=world), version=5, ranks=ranks)
     for rank in range(world):
         ranks = together(rank, lambda flat: sent)
-        made = BatchPlan.of(objective, shares[rank], plan_of(rows, world=world), version=5, ranks=ranks)
+        made = BatchPlan.from_batch(objective, shares[rank], plan_of(rows, world=world), version=5, ranks=ranks)
         mine = [number for number, row in enumerate(rows) if row.group_id % world == rank]
         torch.testing.assert_close(made.row_advantages.turns, whole[mine])
 

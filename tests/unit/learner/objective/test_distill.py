@@ -18,9 +18,8 @@ from learner.model.policy import load_policy
 from learner.model.teacher import check_teacher, load_teacher
 from learner.model.tiny import make_tiny_model
 from learner.objective.loss import policy_term, shaped_advantages
-from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
-from learner.objective.regularizers import Regularizers
+from learner.objective.regularizers import LossWeights, Regularizers
 from learner.objective.token_batch import TEACHER
 from learner.ranks.mesh import Ranks
 from learner.setup.preflight import check_losses, check_models

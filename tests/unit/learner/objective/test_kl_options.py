@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner.objective.kl_options import check_regularizers
+from learner.objective.options import check_regularizers
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.errors import ConfigError
 

@@ -13,10 +13,9 @@ from learner.data.packing import pack
 from learner.model.networks import FrozenPolicy, load_reference, sync_if_due
 from learner.model.optimizer import Schedule, make_optimizer, optimizer_step
 from learner.model.policy import Policy, load_policy
-from learner.objective.kl_options import needs_reference
-from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
-from learner.objective.regularizers import Regularizers
+from learner.objective.options import needs_reference
+from learner.objective.regularizers import LossWeights, Regularizers
 from learner.objective.token_batch import PassOutputs
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import kl_estimate

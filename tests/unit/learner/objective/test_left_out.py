@@ -10,14 +10,12 @@ import msgspec
 import pytest
 import torch
 
-from learner.data.packing import pack_minibatches
-from learner.data.selection import LeaveOut
+from learner.data.packing import LeaveOut, pack_minibatches
 from learner.model.policy import load_policy
-from learner.objective.lag_policy import LagPolicy
-from learner.objective.loss_weights import LossWeights
 from learner.objective.objective import Objective
 from learner.objective.options import surrogate_options, vanishes_at_zero
-from learner.objective.regularizers import Regularizers
+from learner.objective.regularizers import LossWeights, Regularizers
+from learner.objective.token_batch import LagPolicy
 from learner.ranks.mesh import Ranks
 from learner.setup.trainer import leaves_out, make_staleness
 from streamrl.algorithms import Correction, CorrectionSpec, find_surrogate

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from learner.objective.loss_weights import LossWeights
+from learner.objective.regularizers import LossWeights
 from streamrl.algorithms import constraint_penalty
 from streamrl.config.schema import ConstraintConfig, ConstraintMethod, EntropyAdapt, EntropyConfig, KlConfig, LossConfig
 from streamrl.metrics.meter import Meter

@@ -14,10 +14,9 @@ from learner.data.packing import pack
 from learner.model.networks import FrozenPolicy, Networks
 from learner.model.optimizer import BatchResult, StepResult
 from learner.model.policy import load_policy
-from learner.objective.lag_policy import LagPolicy
-from learner.objective.masks import token_masks
+from learner.objective.loss import token_masks
 from learner.objective.objective import Objective
-from learner.objective.token_batch import PassOutputs
+from learner.objective.token_batch import LagPolicy, PassOutputs
 from learner.trainer import Trainer, TrainerSettings
 from streamrl.algorithms import CORRECTION_PRESETS, find_correction
 from streamrl.config.schema import AdvantageConfig, LossConfig, OpsmWhen, VetoScope, VetoStat
@@ -34,9 +33,13 @@ GOOD, BAD = torch.ones(2, 3), -torch.ones(2, 3)
 
 
 def kept(loss, advantages=GOOD, log_ratios=LOG_RATIOS, **lag_policy):
-    tokens = SimpleNamespace(log_ratios=log_ratios, lags=LAGS, first_lags=LAGS, mask=MASK)
-    head_lags = torch.zeros(2, dtype=torch.int64)
-    return token_masks(loss, find_correction(loss.correction), LagPolicy(**lag_policy), tokens, advantages, head_lags)
+    tokens = SimpleNamespace(log_ratios=log_ratios, lags=LAGS, first_lags=LAGS, mask=MASK, micro=None)
+    plan = SimpleNamespace(
+        objective=SimpleNamespace(loss=loss, correction=find_correction(loss.correction)),
+        lag_policy=LagPolicy(**lag_policy), tensors=SimpleNamespace(head_lags=torch.zeros(2, dtype=torch.int64)),
+        of_rows=lambda per_row, micro: per_row,
+    )
+    return token_masks(tokens, plan, advantages)
 
 
 def test_without_guards_every_action_token_stays():

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from learner.data.packing import pack
-from learner.objective.lag_policy import LagPolicy
 from learner.objective.objective import Objective
-from learner.objective.token_batch import PassOutputs
+from learner.objective.token_batch import LagPolicy, PassOutputs
 from streamrl.algorithms import SURROGATES
 from streamrl.config.schema import AdvantageConfig, LossConfig, OpsmWhen
 from streamrl.errors import ConfigError, ContentError

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from learner.data.packing import pack
 from learner.objective.objective import Objective
-from learner.objective.statistics.shadow import Shadow
-from learner.objective.statistics.step import StepStatistics
+from learner.objective.shadow import Shadow
+from learner.objective.statistics import StepStatistics
 from learner.objective.token_batch import PassOutputs
 from learner.setup.shadows import make_shadows
 from streamrl.config.load import algorithm_preset, group_files

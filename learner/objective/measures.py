@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from learner.data.selection import versions_of
+from learner.data.packing import versions_of
 from learner.data.trajectories import Trajectory
 from learner.objective.loss import LossTerms
 from learner.objective.token_batch import TokenBatch

@@ -87,6 +87,7 @@ def token_gradient(tokens: TokenBatch, plan: BatchPlan) -> tuple[Tensor, Tensor,
         terms = policy_term(plan.tokens(tokens.micro, policy), plan)
         weights = plan.of_rows(plan.tensors.weights, tokens.micro)
         loss = aggregate(terms.losses, tokens.mask, keep=terms.masks.keep, row_weights=weights)
+        # Where every token is masked or without advantage no graph is left: its gradient is 0.
         found = torch.autograd.grad(loss, policy, allow_unused=True)[0] if loss.requires_grad else None
     return torch.zeros_like(policy) if found is None else found, terms.masks.keep, terms.clipped
 
