@@ -20,7 +20,8 @@ import torch
 from bench.record import record
 from learner.data.packing import MicroBatch, pack
 from learner.data.trajectories import Trajectory
-from learner.model.optimizer import make_optimizer, make_schedule, optimizer_step
+from learner.model.gradients import optimizer_step
+from learner.model.optimizer import make_optimizer, make_schedule
 from learner.model.policy import Policy, load_policy
 from learner.objective.loss import micro_batch_loss
 from learner.objective.objective import Objective

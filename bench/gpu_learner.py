@@ -21,7 +21,8 @@ from learner.data.layout import make_layout
 from learner.data.packing import MicroBatch
 from learner.model.attention.kernels import ATTENTIONS, choose_attention, why_not
 from learner.model.attention.packed import registered
-from learner.model.optimizer import Schedule, make_optimizer, optimizer_step
+from learner.model.gradients import optimizer_step
+from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import Policy, load_policy, policy_parameters
 from learner.model.scoring.logprobs import score_tokens
 from learner.publish.publisher import Publisher

@@ -104,7 +104,8 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
     from learner.data.packing import pack
     from learner.data.trajectories import TrajectoryReader
     from learner.hub_client.settings import answer_limit
-    from learner.model.optimizer import make_optimizer, make_schedule, optimizer_step
+    from learner.model.gradients import optimizer_step
+    from learner.model.optimizer import make_optimizer, make_schedule
     from learner.model.policy import load_policy
     from learner.objective.objective import Objective
     from learner.objective.plan import BatchPlan

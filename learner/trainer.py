@@ -23,16 +23,16 @@ from torch import Tensor
 from learner.checkpoint.shards import reshard
 from learner.data.packing import MicroBatch, halves, pack_minibatches
 from learner.data.trajectories import Trajectory
-from learner.model.networks import Networks, sync_if_due
-from learner.model.optimizer import (
+from learner.model.gradients import (
     BatchResult,
     GradientCosine,
-    Schedule,
     can_restart,
     forget_passes,
     optimizer_step,
     reduce_gradients,
 )
+from learner.model.networks import Networks, sync_if_due
+from learner.model.optimizer import Schedule
 from learner.model.policy import Policy
 from learner.objective.loss import micro_batch_loss
 from learner.objective.objective import Objective

@@ -24,7 +24,8 @@ from learner.fit.live_bytes import GRADIENTS, HOST, LiveBytes
 from learner.fit.stand_ins import flash_attention, quantize
 from learner.model.adapter.lora import add_adapter
 from learner.model.attention.packed import ATTENTION, packed_attention
-from learner.model.optimizer import make_optimizer, reduce_gradients
+from learner.model.gradients import reduce_gradients
+from learner.model.optimizer import make_optimizer
 from learner.model.policy import Policy, assemble, decoder_layers
 from learner.ranks.mesh import Mesh, Ranks, local_part
 from streamrl.architectures.attention import register

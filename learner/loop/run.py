@@ -16,7 +16,7 @@ from learner.hub_client.process import HubProcess
 from learner.loop.evaluations import Evaluations
 from learner.loop.steering import Steering
 from learner.model.adapter.lora import AdapterOf
-from learner.model.optimizer import BatchResult
+from learner.model.gradients import BatchResult
 from learner.objective.plan import BatchPlan
 from learner.objective.statistics import StepStatistics, TrainedBatch
 from learner.publish.versions import Versions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from learner.control.staleness import StalenessControl
-from learner.model.optimizer import BatchResult
+from learner.model.gradients import BatchResult
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.trainer import Callbacks

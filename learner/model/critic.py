@@ -31,7 +31,8 @@ from learner.checkpoint.shards import ShardReader, read_training_tensors, reshar
 from learner.data.layout import PackedLayout
 from learner.data.packing import MicroBatch
 from learner.model.attention.packed import decoder_of, packed_states, registered
-from learner.model.optimizer import Schedule, make_optimizer, make_schedule, optimizer_step
+from learner.model.gradients import optimizer_step
+from learner.model.optimizer import Schedule, make_optimizer, make_schedule
 from learner.model.policy import Inspected, Policy, load_policy, shard
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import dueling_q, find_estimator, value_loss

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from learner.data.trajectories import Trajectory
 from learner.model.critic import CriticResult
-from learner.model.optimizer import BatchResult
+from learner.model.gradients import BatchResult
 from learner.objective.loss import LossTerms
 from learner.objective.measures import (
     RATIO_CAP,

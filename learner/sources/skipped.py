@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from learner.model.optimizer import BatchResult
+from learner.model.gradients import BatchResult
 from streamrl.errors import StreamrlError
 
 log = logging.getLogger("streamrl.learner")

@@ -26,14 +26,8 @@ from learner.checkpoint.shards import reshard, training_tensors
 from learner.data.packing import MicroBatch, equalize, pack
 from learner.data.trajectories import Trajectory
 from learner.model.adapter.lora import AdapterOf, check_resumed, describe_adapter
-from learner.model.optimizer import (
-    BatchResult,
-    Schedule,
-    make_optimizer,
-    make_schedule,
-    optimizer_step,
-    reduce_gradients,
-)
+from learner.model.gradients import BatchResult, optimizer_step, reduce_gradients
+from learner.model.optimizer import Schedule, make_optimizer, make_schedule
 from learner.model.paths import compute_dtype, wire_dtype
 from learner.publish.export import export_model, used_template
 from learner.ranks.clock import StepClock

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from envs.registry import load_task
 from learner.data.packing import pack
-from learner.model.optimizer import make_optimizer, make_schedule, optimizer_step
+from learner.model.gradients import optimizer_step
+from learner.model.optimizer import make_optimizer, make_schedule
 from learner.model.paths import compute_dtype, model_directory
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective

@@ -19,7 +19,8 @@ from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.checkpoint.run_lock import lock_run_dir
 from learner.checkpoint.shards import Box
 from learner.data.packing import pack
-from learner.model.optimizer import Schedule, make_optimizer, optimizer_step
+from learner.model.gradients import optimizer_step
+from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks

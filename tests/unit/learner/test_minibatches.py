@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from learner.checkpoint.checkpoint import find_resume_state
 from learner.loop.run import Run
+from learner.model.gradients import BatchResult, StepResult
 from learner.model.networks import Networks
-from learner.model.optimizer import BatchResult, Schedule, StepResult, make_optimizer
+from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import load_policy
 from learner.objective.loss import policy_term
 from learner.objective.objective import Objective

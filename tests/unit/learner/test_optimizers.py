@@ -12,15 +12,9 @@ from learner.model import moments as adam8bit
 from learner.model import moments as offload
 from learner.model import optimizer as optimizers
 from learner.model.critic import build_critic
+from learner.model.gradients import optimizer_step
 from learner.model.moments import AdamW8bit, block_of
-from learner.model.optimizer import (
-    OPTIMIZERS,
-    Schedule,
-    allocate_moments,
-    check_optimizer,
-    make_optimizer,
-    optimizer_step,
-)
+from learner.model.optimizer import OPTIMIZERS, Schedule, allocate_moments, check_optimizer, make_optimizer
 from learner.model.policy import load_policy
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import CriticConfig, OptimizerConfig

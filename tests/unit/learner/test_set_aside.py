@@ -13,7 +13,8 @@ import pytest
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.checkpoint.saving import Checkpoints, SaveRetries
 from learner.data.trajectories import TrajectoryReader
-from learner.model.optimizer import BatchResult, StepResult, make_optimizer
+from learner.model.gradients import BatchResult, StepResult
+from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.objective.rewards import RewardRules
 from learner.ranks.activity import Activity

@@ -10,17 +10,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from learner.data.packing import pack
-from learner.model.optimizer import (
-    SCHEDULES,
-    BatchResult,
-    GradientCosine,
-    Schedule,
-    StepResult,
-    grad_norm,
-    make_optimizer,
-    make_schedule,
-    optimizer_step,
-)
+from learner.model.gradients import BatchResult, GradientCosine, StepResult, grad_norm, optimizer_step
+from learner.model.optimizer import SCHEDULES, Schedule, make_optimizer, make_schedule
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks

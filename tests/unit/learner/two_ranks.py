@@ -31,8 +31,9 @@ from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import LeaveOut, equalize, pack
 from learner.model.adapter.lora import FrozenAdapter, add_adapter
 from learner.model.critic import build_critic
+from learner.model.gradients import optimizer_step
 from learner.model.networks import FrozenPolicy, Networks, sync_if_due
-from learner.model.optimizer import Schedule, make_optimizer, optimizer_step
+from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import Policy, load_policy
 from learner.objective.objective import Objective
 from learner.objective.regularizers import LossWeights, Regularizers

@@ -10,8 +10,9 @@ import torch
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import pack
+from learner.model.gradients import optimizer_step
 from learner.model.networks import FrozenPolicy, load_reference, sync_if_due
-from learner.model.optimizer import Schedule, make_optimizer, optimizer_step
+from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import Policy, load_policy
 from learner.objective.objective import Objective
 from learner.objective.options import needs_reference

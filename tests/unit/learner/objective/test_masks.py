@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from learner.data.packing import pack
+from learner.model.gradients import BatchResult, StepResult
 from learner.model.networks import FrozenPolicy, Networks
-from learner.model.optimizer import BatchResult, StepResult
 from learner.model.policy import load_policy
 from learner.objective.loss import token_masks
 from learner.objective.objective import Objective
