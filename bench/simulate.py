@@ -35,6 +35,7 @@ from streamrl.messages import (
     Group,
     Hello,
     Lease,
+    Manifest,
     Member,
     Outcome,
     ReturnReason,
@@ -43,6 +44,7 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import encode, pack_ids, pack_logprobs
+from streamrl.stream.records import StepTaken
 
 VOCAB_SIZE = 100
 _IDS, _LOGPROBS = pack_ids([1, 2]), pack_logprobs([-0.5, -0.5])
@@ -86,7 +88,7 @@ class Simulation:
                 config.rollout.train.sampling),
             prompts=PromptStream(1 << 20, seed=seed, record=lambda index: b"{}"),
         )
-        self.ledger.versions.published(VersionRef(1, 0))
+        self._publish(VersionRef(1, 0))
         self.world, self.rng, self.now = world, random.Random(seed), 0.0
         self.group_size, self.dead_after_s = settings.group_size, settings.dead_after_s
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -146,11 +148,14 @@ class Simulation:
         self.busy_s += self.world.step_s
         self._at(self.world.step_s, self._trained)
 
+    def _publish(self, ref: VersionRef) -> None:
+        self.ledger.publish(Manifest(ref, None, bytes(16), 0, (), bytes(16)))
+
     def _trained(self) -> None:
         self._training = False
         ref = VersionRef(1, self.ledger.version + 1)
-        self.ledger.trained(ref.version, False)
-        self.ledger.versions.published(ref)
+        self.ledger.end_batch(StepTaken(ref.version, False))
+        self._publish(ref)
         self.batches.append(self.now)
         for actor in self.actors.values():
             self._at(self.rng.expovariate(1 / self.world.install_s) if self.world.install_s else 0.0,

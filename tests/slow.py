@@ -147,7 +147,7 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_no_data_set_runs_an_answer_stalls_on_it_or_pays_for_it": "every hostile answer to every data set",
         "test_no_reward_stalls_on_an_answer_in_any_form": "the form that each reward reads first is in `make test`",
     },
-    "unit/hub/shared/test_broadcaster_process.py": {
+    "unit/hub/context/test_broadcaster_process.py": {
         "test_a_broadcaster_process_that_is_stopped_is_ended_and_its_successor_is_offered":
             "a process that stands still until its deadline; flow/test_device_transports.py replaces one, too",
     },

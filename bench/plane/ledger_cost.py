@@ -16,6 +16,7 @@ from streamrl.messages import (
     Hello,
     Lease,
     Limits,
+    Manifest,
     Member,
     Outcome,
     ReturnReason,
@@ -25,6 +26,7 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import encode, pack_ids, pack_logprobs
+from streamrl.stream.records import StepTaken
 
 MAX_LEASES = 2
 
@@ -41,7 +43,7 @@ class LedgerLoad:
             run_id="bench", learner_epoch=1, run_seed=0, sampling=Sampling(),
             prompts=PromptStream(1000, seed=0, record=lambda index: b"{}"),
         )
-        self.ledger.versions.published(VersionRef(1, 0))
+        _publish(self.ledger)
         self.seqs = [1] * num_actors
         self.leases: deque[tuple[int, Lease]] = deque()
         self.seconds = dict.fromkeys(("accept", "installed", "order", "grant", "cut", "trained", "acks"), 0.0)
@@ -79,8 +81,8 @@ class LedgerLoad:
         self._add("cut", began)
         if batch is not None:
             began = time.perf_counter()
-            ledger.trained(ledger.version + 1, False)
-            ledger.versions.published(VersionRef(1, ledger.version))
+            ledger.end_batch(StepTaken(ledger.version + 1, False))
+            _publish(ledger)
             self._add("trained", began)
         self._grant()
         self.num_groups += 1
@@ -108,6 +110,10 @@ class LedgerLoad:
 
     def _add(self, part: str, began: float) -> None:
         self.seconds[part] += time.perf_counter() - began
+
+
+def _publish(ledger: Ledger) -> None:
+    ledger.publish(Manifest(ledger.versions.ref, None, bytes(16), 0, (), bytes(16)))
 
 
 def _member(index: int, version: int) -> Member:

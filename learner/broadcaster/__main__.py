@@ -12,8 +12,8 @@ import torch
 import zmq
 
 from learner.broadcaster.service import BroadcasterService
-from learner.hub.shared.broadcaster_process import EXIT_NO_MEMORY
-from learner.hub.shared.settings import HubSettings, read_settings
+from learner.hub.context.broadcaster_process import EXIT_NO_MEMORY
+from learner.hub.context.settings import HubSettings, read_settings
 from streamrl.commands import exit_at_once
 from streamrl.errors import StreamrlError
 from streamrl.messages.printable import start_log

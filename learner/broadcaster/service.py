@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import torch
 import zmq
 
-from learner.hub.shared.broadcaster_process import EXIT_NO_MEMORY
+from learner.hub.context.broadcaster_process import EXIT_NO_MEMORY
 from streamrl.errors import StreamrlError, WeightsError
 from streamrl.messages import (
     HUB_TO_BROADCASTER,

@@ -9,8 +9,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from learner.hub.context.settings import read_settings
 from learner.hub.server import HubServer
-from learner.hub.shared.settings import read_settings
 from streamrl.errors import StreamrlError
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import watch

@@ -23,16 +23,16 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from learner.hub.context.broadcaster_process import BroadcasterProcess
+from learner.hub.context.connections import Connections
+from learner.hub.context.hub_context import HubContext, Outbound
+from learner.hub.context.settings import HubSettings
+from learner.hub.context.weight_server import WeightServer
 from learner.hub.handlers.actors import ActorHandler
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.handlers.control import ControlHandler
 from learner.hub.handlers.ranks import RankHandler
 from learner.hub.setup import open_ledger
-from learner.hub.shared.broadcaster_process import BroadcasterProcess
-from learner.hub.shared.connections import Connections
-from learner.hub.shared.context import HubContext, Outbound
-from learner.hub.shared.settings import HubSettings
-from learner.hub.shared.weight_server import WeightServer
 from learner.hub.status import write_hub_json, write_status
 from streamrl.config.addresses import in_url, is_wildcard
 from streamrl.messages import InstallSource

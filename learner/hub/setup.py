@@ -10,13 +10,14 @@ from pathlib import Path
 
 from envs.data.shapes import too_long
 from envs.registry import task_of
+from learner.hub.context.run_log import RunLog
+from learner.hub.context.settings import HubSettings
+from learner.hub.ledger.apply import commit
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.snapshots import read_snapshot
 from learner.hub.ledger.tables.evals import EvalSource
 from learner.hub.ledger.tables.filters import GroupFilter, accuracy_range, first_of, zero_std
 from learner.hub.ledger.tables.prompts import PromptStream
-from learner.hub.shared.run_log import RunLog
-from learner.hub.shared.settings import HubSettings
 from streamrl.environment import Task
 from streamrl.errors import TaskError
 from streamrl.messages.actors import MAX_RECORD_BYTES
@@ -38,7 +39,7 @@ def open_ledger(settings: HubSettings) -> tuple[Ledger, RunLog]:
     writer = LogWriter(
         run_dir, next_sequence=ledger.journal.first_waiting, fsync=settings.stream.fsync.value,
     )
-    ledger.journal.append(settings.started)
+    commit(ledger, settings.started)
     return ledger, RunLog(settings.stream, run_dir, writer, ledger)
 
 

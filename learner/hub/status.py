@@ -6,8 +6,8 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from learner.hub.shared.context import HubContext
-from learner.hub.shared.settings import HubSettings
+from learner.hub.context.hub_context import HubContext
+from learner.hub.context.settings import HubSettings
 from streamrl.metrics.files import read_object, write_atomic
 from streamrl.transport.control import note
 

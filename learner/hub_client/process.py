@@ -8,7 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from learner.hub.shared.settings import HubSettings, write_settings
+from learner.hub.context.settings import HubSettings, write_settings
 from learner.hub.status import note_lost
 from learner.hub_client.endpoint import FOLDER_PREFIX
 from streamrl.errors import StreamrlError

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from learner.hub.context.settings import EvalSetSettings, HubSettings
 from learner.hub.ledger.tables.settings import LedgerSettings
-from learner.hub.shared.settings import EvalSetSettings, HubSettings
 from streamrl.config import schema
 from streamrl.config.eval_sets import eval_sets, splits
 from streamrl.config.load import to_plain

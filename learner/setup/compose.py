@@ -17,7 +17,7 @@ from learner.checkpoint.run_lock import RunLock
 from learner.checkpoint.saving import Checkpoints, SaveRetries, Saving
 from learner.control.staleness import StalenessControl
 from learner.data.trajectories import TrajectoryReader
-from learner.hub.shared.settings import HubSettings
+from learner.hub.context.settings import HubSettings
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings, response_limit, stall_fail_s
 from learner.loop.evaluations import Evaluations

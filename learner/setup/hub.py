@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from learner.hub.shared.settings import HubSettings
+from learner.hub.context.settings import HubSettings
 from learner.hub_client.endpoint import RankDoor, RankEndpoint, agree
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess

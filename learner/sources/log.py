@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from learner.data.shares import read_share
 from learner.data.trajectories import Trajectory, TrajectoryReader
+from learner.hub.ledger.plan import share_batch
 from learner.hub.ledger.tables.groups import HeldGroup, HeldMember
-from learner.hub.shared.plan import share_batch
 from learner.objective.statistics import TrainedBatch
 from learner.ranks.mesh import Ranks
 from learner.sources.batch import Batch

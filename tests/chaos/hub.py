@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import learner.hub.__main__ as program
-from learner.hub.ledger.accept import Acceptance
+from learner.hub.context.settings import HubSettings, write_settings
+from learner.hub.ledger import apply as transitions
+from learner.hub.ledger.accept import Acceptance, AcceptResult
 from learner.hub.ledger.membership import JoinResult, Membership
 from learner.hub.ledger.proof import LagProof
-from learner.hub.ledger.refusal import AcceptResult
+from learner.hub.ledger.state import State
 from learner.hub.ledger.tables.groups import GroupRecord
-from learner.hub.ledger.tables.lifecycle import GroupLifecycle
-from learner.hub.shared.settings import HubSettings, write_settings
 from streamrl import parent_watch
 from streamrl.errors import StreamrlError
 from streamrl.messages import EVAL_BIT, Group, Hello
@@ -83,7 +83,7 @@ def _run(spec: ChaosSpec, path: Path, read_end: int) -> None:
 
 def observe(history: History) -> None:
     """Record who is welcomed and what becomes of every group."""
-    hello, accept, discard, drop = Membership.hello, Acceptance.accept, GroupLifecycle._discard, GroupLifecycle.drop
+    hello, accept, discard, drop = Membership.hello, Acceptance.accept, transitions._discard, transitions._drop
 
     def observed_hello(self: Membership, actor_id: str, message: Hello, now: float) -> JoinResult:
         result = hello(self, actor_id, message, now)
@@ -99,15 +99,15 @@ def observe(history: History) -> None:
                         kind=result.kind, reason=result.reason.name)
         return result
 
-    def observed_discard(self: GroupLifecycle, record: GroupRecord) -> None:
+    def observed_discard(state: State, record: GroupRecord) -> None:
         if record.deliveries:
             history.add("discard", group=record.group_id,
                         deliveries=[[one.incarnation, one.seq] for one in record.deliveries])
-        discard(self, record)
+        discard(state, record)
 
-    def observed_drop(self: GroupLifecycle, record: GroupRecord, reason: str) -> None:
+    def observed_drop(state: State, record: GroupRecord, reason: str) -> None:
         history.add("drop", group=record.group_id, reason=reason)
-        drop(self, record, reason)
+        drop(state, record, reason)
 
     Membership.hello, Acceptance.accept = observed_hello, observed_accept
-    GroupLifecycle._discard, GroupLifecycle.drop = observed_discard, observed_drop
+    transitions._discard, transitions._drop = observed_discard, observed_drop

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from learner.hub.shared.settings import HubSettings
+from learner.hub.context.settings import HubSettings
 from learner.hub_client.settings import hub_settings
 from streamrl.config.addresses import is_address
 from streamrl.config.load import load_config

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Set
 from typing import Protocol
 
-from learner.hub.shared.settings import HubSettings
+from learner.hub.context.settings import HubSettings
 from streamrl.messages import Drain, Group, Hello, LeaseRef, Message, Stop, StopReason
 from streamrl.messages.codec import encode
 from tests.conform.hub import ExaminedHub, frame_of

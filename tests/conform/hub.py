@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from learner.hub.context.hub_context import Outbound
+from learner.hub.context.settings import HubSettings
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.dedup import DedupEntry
 from learner.hub.server import POLL_MS, TICK_S, HubServer
-from learner.hub.shared.context import Outbound
-from learner.hub.shared.settings import HubSettings
 from streamrl.messages import (
     PROTOCOL,
     Ack,
@@ -34,6 +34,7 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import MAGIC, PREAMBLE, encode
+from streamrl.stream.records import StepTaken
 from tests.conform.watch import Watch
 from tests.conform.weights import Model, Pulls, WatchedSocket
 
@@ -210,7 +211,7 @@ class ExaminedHub(HubServer):
         version = self.ledger.version
         if self.ledger.cut_batch(version) is None:
             return False
-        self.ledger.trained(version + 1, False)
+        self.ledger.end_batch(StepTaken(version + 1, False))
         return True
 
     def publish(self, *, forged_first: bool = False) -> Manifest:
@@ -230,7 +231,7 @@ class ExaminedHub(HubServer):
 
     def announce_published(self) -> None:
         assert self._published is not None
-        self.ledger.versions.published(self._published.manifest.ref)
+        self.ledger.publish(self._published.manifest)
         self.broadcast.published(self._published, time.monotonic())
 
     def announce(self, manifest: Manifest) -> None:

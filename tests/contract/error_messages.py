@@ -272,7 +272,6 @@ REMEDIES: dict[str, str] = {
     "it cannot be verified (stream.keep": "a run whose log or checkpoints reach back further",
     "recorded answers have no weights": "`docs/log.md`: only rewards are computed of them",
     "no batch of … is for a version from": "versions that the log names: `streamrl stream RUN --kind batch`",
-    "log and checkpoint are not of one run": "put back the run directory as it was, with its folder `stream`",
     "record … of the log: …": "put back the run directory as it was, with its folder `stream`",
     "has no version …: its log leads": "a version that the log has",
     "leads to version … only, not to": "a version that the log has",

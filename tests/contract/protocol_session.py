@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import zmq
 
+from learner.hub.context.connections import Connections
+from learner.hub.context.hub_context import HubContext
+from learner.hub.context.weight_server import WeightServer
 from learner.hub.handlers.actors import ActorHandler
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.setup import open_ledger
-from learner.hub.shared.connections import Connections
-from learner.hub.shared.context import HubContext
-from learner.hub.shared.weight_server import WeightServer
 from streamrl.config.load import load_config
 from streamrl.messages import (
     FROM_WEIGHTS,
@@ -48,6 +48,7 @@ from streamrl.messages import (
     Welcome,
 )
 from streamrl.messages.codec import Decoder, encode, pack_ids, pack_logprobs
+from streamrl.stream.records import StepTaken
 from streamrl.transport.session import ActorSession, Deliver, Effect, Send
 from tests.conform.__main__ import RUN, settings_of
 from tests.conform.weights import Model
@@ -98,7 +99,7 @@ class Session:
     def publish(self, version: int) -> None:
         message = MODEL.publication(self.run_dir, VersionRef(1, version), first=not version)
         self.weights.publish(message, self.now)
-        self.hub.ledger.versions.published(message.manifest.ref)
+        self.hub.ledger.publish(message.manifest)
         self._broadcast.published(message, self.now)
 
     def to_actor(self, routing_id: bytes, message: Message, *, protocol: int = 1) -> bool:
@@ -172,7 +173,7 @@ def play(one: Session) -> None:
     one.note = "The log on the hub's disk holds it: now it may be forgotten."
     one.sync()
     assert one.hub.ledger.cut_batch(0) is not None
-    one.hub.ledger.trained(1, False)
+    one.hub.ledger.end_batch(StepTaken(1, False))
     one.note = "The learner has trained on it. What an install is worth to report looks as above."
     one.publish(1)
     one.actor.progress.free = 0

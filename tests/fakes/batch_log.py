@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from learner.hub.shared.settings import HubSettings
+from learner.hub.context.settings import HubSettings
 from streamrl.messages import (
     BatchShare,
     Group,

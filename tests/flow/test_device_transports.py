@@ -21,7 +21,7 @@ from actors.runtime import ActorRuntime, build_runtime, weight_source
 from actors.weights.device import DeviceWeights
 from actors.worker import Worker
 from learner.broadcaster.service import BroadcasterService
-from learner.hub.shared.settings import HubSettings
+from learner.hub.context.settings import HubSettings
 from streamrl.messages import VersionRef, Welcome
 from streamrl.transport.client import HubClient
 from streamrl.transport.session import ActorSession

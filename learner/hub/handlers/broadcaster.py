@@ -10,9 +10,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from learner.hub.shared.broadcaster_process import EXIT_NO_MEMORY, BroadcasterProcess, BroadcasterWatch
-from learner.hub.shared.connections import Connection
-from learner.hub.shared.context import HubContext
+from learner.hub.context.broadcaster_process import EXIT_NO_MEMORY, BroadcasterProcess, BroadcasterWatch
+from learner.hub.context.connections import Connection
+from learner.hub.context.hub_context import HubContext
 from streamrl.messages import (
     ActorHeartbeat,
     Announce,

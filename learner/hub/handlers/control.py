@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from learner.hub.shared.connections import Connection
-from learner.hub.shared.context import HubContext
+from learner.hub.context.connections import Connection
+from learner.hub.context.hub_context import HubContext
 from streamrl.errors import ControlError
 from streamrl.messages import Drain
 
@@ -97,5 +97,5 @@ def _actor(hub: HubContext, actor: Connection, now: float) -> str:
     if actor.state == "quarantined":
         return f"gets no leases: its version {actor.version} does not score as the learner does (quarantined)"
     loads = "up_s" not in actor.stats  # which heartbeats have once all parts of the actor are made
-    does = hub.ledger.what_it_does(actor.actor_id, now, loads=loads)
+    does = hub.ledger.actor_status(actor.actor_id, now, loads=loads)
     return f"{does}; version {actor.version}, {actor.tokens_per_s:.0f} tokens/s"

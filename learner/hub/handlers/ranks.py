@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from learner.hub.context.hub_context import HubContext
+from learner.hub.counters.arrivals import all_dropped, all_equal
 from learner.hub.handlers.broadcaster import BroadcastHandler
+from learner.hub.ledger.plan import share_batch
 from learner.hub.liveness.ranks import Finding
-from learner.hub.observe.arrivals import all_dropped, all_equal
-from learner.hub.shared.context import HubContext
-from learner.hub.shared.plan import share_batch
 from streamrl.errors import StreamrlError, WireError
 from streamrl.messages import (
     RANK_TO_HUB,
@@ -41,7 +41,7 @@ from streamrl.messages import (
     StopRequest,
 )
 from streamrl.messages.codec import Decoder
-from streamrl.stream.records import BatchCut, Evaluated, RunStopped, StepTaken, VersionPublished
+from streamrl.stream.records import Evaluated, RunStopped, StepTaken
 
 log = logging.getLogger("streamrl.hub")
 
@@ -103,20 +103,16 @@ class RankHandler:
             case BatchRequest():
                 self._request(message, now)
             case StepDone():
-                ledger.trained(message.version, message.skipped, message.reason)
-                ledger.journal.append(StepTaken(
+                ledger.end_batch(StepTaken(
                     message.version, message.skipped, message.reason, message.trained, message.seconds,
                     message.grad_norm, message.bounds,
                 ))
-                if message.bounds is not None:
-                    ledger.lag.set_bounds(*message.bounds)
                 self._hub.trust.compared(message.agreements)
                 self._tell_once(partial(all_equal, batch_size=ledger.lag.rule.groups_per_batch))
             case RankBeat():
                 self._hub.rank_watch.beat(routing_id, message, now)
             case Publish():
-                ledger.versions.published(message.manifest.ref)
-                ledger.journal.append(VersionPublished(message.manifest))
+                ledger.publish(message.manifest)
                 # No weights go out whose batch a crash could still take back: others would come to have their name.
                 trained = max((one for version, one in self._cuts if version < message.manifest.ref.version), default=0)
                 self._once_logged(trained, routing_id, message, partial(self._serve_version, message), now)
@@ -223,16 +219,13 @@ class RankHandler:
             self._finish_eval(eval_id)
 
     def _cut(self) -> None:
-        groups = self._hub.ledger.cut_batch(self._version)
+        ledger, settings = self._hub.ledger, self._hub.settings
+        groups = ledger.cut_batch(self._version, settings.dp_ranks, settings.num_minibatches)
         if groups is None:
             return
-        settings = self._hub.settings
-        shares = share_batch(groups, self._version, settings.dp_ranks, settings.num_minibatches)
-        sequence = self._hub.ledger.journal.append(BatchCut(
-            self._version, shares[0].plan, tuple(one for group in groups for one in group.sequences),
-            settings.dp_ranks, settings.num_minibatches,
-        ))
-        self._cuts.append((self._version, sequence))
+        assert ledger.cutter.newest is not None
+        self._cuts.append((self._version, ledger.journal.next_sequence - 1))
+        shares = share_batch(groups, self._version, settings.dp_ranks, plan=ledger.cutter.newest.plan)
         self._shares = dict(enumerate(shares))
         self._shares[0] = msgspec.structs.replace(
             self._shares[0], stats=self._counters(), passed_over=self._hub.ledger.passed_over.take()
@@ -253,7 +246,7 @@ class RankHandler:
     def report(self, now: float) -> None:
         """Send the reason of the wait to waiting ranks and counters to rank 0; called once a second."""
         hub = self._hub
-        hub.waiting_for = self._why_waiting(now)
+        hub.waiting_for = self._wait_reason(now)
         waits = 0 in self._requested_at
         passed_over = hub.ledger.passed_over.take() if waits and self._tell_once(all_dropped) else ()
         for rank, since in self._requested_at.items():
@@ -272,11 +265,11 @@ class RankHandler:
             self._hub.notify(told)
         return bool(told)
 
-    def _why_waiting(self, now: float) -> str:
+    def _wait_reason(self, now: float) -> str:
         """Return what the learner waits for, as a sentence; "" while it does not wait."""
         ledger = self._hub.ledger
         if self._requested_at:
-            return ledger.why_waiting(now)
+            return ledger.wait_reason(now)
         evaluation = ledger.evals.get(min(self._evals)) if self._evals else None
         if evaluation is None:
             return ""

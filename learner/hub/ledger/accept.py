@@ -3,22 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
 
 import xxhash
 
-from learner.hub.ledger.part import Part
-from learner.hub.ledger.refusal import DROP_AT_ONCE, AcceptResult, Refused, Summaries, is_failure
+from learner.hub.ledger.actors import ActorTable
+from learner.hub.ledger.apply import commit
+from learner.hub.ledger.lifecycle import GroupLifecycle
+from learner.hub.ledger.state import Part, State
 from learner.hub.ledger.tables.actor import Actor
 from learner.hub.ledger.tables.dedup import DedupEntry
 from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState
 from streamrl.errors import ContentError
-from streamrl.messages import EVAL_BIT, Group, GroupOrigin, Outcome, RejectReason, Sampling
-from streamrl.messages.validate import check_group, is_scorable
+from streamrl.messages import EVAL_BIT, Group, GroupOrigin, Outcome, RejectReason, ReturnReason, Sampling
+from streamrl.messages.validate import MemberSummary, check_group, is_scorable
 from streamrl.stream.records import GroupArrived
+
+DROP_AT_ONCE = (ReturnReason.TOO_LONG, ReturnReason.PROMPT_INVALID, ReturnReason.POISON)
+"""Faults of the prompt: no other actor could do better."""
+NOT_A_FAILURE = (ReturnReason.DRAIN, ReturnReason.NO_SLOT)
+"""Reasons that have nothing to do with the group."""
+
+Summaries = tuple[MemberSummary, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptResult:
+    """The answer to a group: accepted; rejected, with its reason; repeat (answered again); no_link (send STOP).
+
+    `strike` marks what no honest actor would send.
+    """
+
+    kind: Literal["accepted", "rejected", "repeat", "no_link"]
+    reason: RejectReason = RejectReason.NONE
+    detail: str = ""
+    strike: bool = False
+
+
+class Refused(Exception):
+    """Raised where a group is rejected."""
+
+    def __init__(self, reason: RejectReason, detail: str, *, strike: bool = False) -> None:
+        super().__init__(detail)
+        self.result = AcceptResult("rejected", reason, detail, strike)
+
+
+def is_failure(group: Group) -> bool:
+    """Return whether an attempt that left members missing counts against the group."""
+    return group.outcome != Outcome.RETURNED or group.reason not in NOT_A_FAILURE
 
 
 class Acceptance(Part):
     """Judges GROUP messages."""
+
+    def __init__(self, state: State, lifecycle: GroupLifecycle, actors: ActorTable) -> None:
+        super().__init__(state)
+        self.lifecycle, self.actors = lifecycle, actors
 
     def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
         """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
@@ -125,10 +166,10 @@ class Acceptance(Part):
             return True
         self._check_open(record, group, summaries)
         # The learner scores a group under the sampling that it names: what survived a restart may have an earlier one.
-        self._check_sampling(group, self.sampling, or_scorable=actor.survived_restart)
+        self._check_sampling(group, self.state.sampling, or_scorable=actor.survived_restart)
         self._check_versions(group, summaries)
         self._check_age(actor, record, group, frame, summaries)
-        self._store(actor, record, group, summaries, bytes(frame))
+        commit(self.state, self._arrival(actor, record, group, frame), summaries)
         self._settle_lease(actor, record, group, {one.index for one in summaries if not one.aborted}, now)
         return False
 
@@ -139,7 +180,7 @@ class Acceptance(Part):
             if not actor.survived_restart:
                 raise Refused(RejectReason.NO_LEASE, f"group {group_id} was never dispatched", strike=True)
             self._check_versions(group, summaries)  # before anything is drawn for work of a dead branch
-            if not summaries or not self.lifecycle.draw_upto(group_id):
+            if not summaries or not self.lifecycle.draw_through(group_id):
                 raise Refused(RejectReason.NO_LEASE, f"group {group_id} of an earlier start cannot be taken up now")
             return self.groups.live[group_id]
         row = self.groups.settled.get(group_id)  # None once a checkpoint covers it, and all before it
@@ -169,25 +210,14 @@ class Acceptance(Part):
             self.counts["num_tokens_stale"] += sum(one.num_action_tokens for one in summaries)
             self.lifecycle.expire_stale(record)
         origin = GroupOrigin(actor.actor_id, record.prompt_index)
-        self.lifecycle.passed_over.add(record.group_id, [frame], [origin], "stale")
-        self.journal.append(self._arrival(actor, record, group, frame, refused="stale"))
+        self.state.passed_over.add(record.group_id, [frame], [origin], "stale")
+        commit(self.state, self._arrival(actor, record, group, frame, refused="stale"), summaries)
         last = self.lag.rule.last_step(version)
         raise Refused(
             RejectReason.STALE,
             f"group {group.group_id} attempt {group.attempt} from actor {actor.actor_id} has lag {last - oldest} > "
             f"max_lag {self.lag.of(record)} (oldest token version {oldest}, now at {last})",
         )
-
-    def _store(self, actor: Actor, record: GroupRecord, group: Group, summaries: Summaries, frame: bytes) -> None:
-        """Keep what arrived: the summaries for the ledger, the frame for the learner."""
-        delivery = Delivery(actor.actor_id, actor.incarnation, group.seq)
-        fresh = [one for one in summaries if not one.aborted]
-        self.counts["num_members_aborted"] += len(summaries) - len(fresh)
-        self.counts["num_members_accepted"] += len(fresh)
-        self.counts["num_tokens_accepted"] += sum(one.num_action_tokens for one in fresh)
-        record.holder = ""
-        sequence = self.journal.append(self._arrival(actor, record, group, frame), delivery)
-        record.add(fresh, frame, delivery, sequence)
 
     def _arrival(
         self, actor: Actor, record: GroupRecord, group: Group, frame: bytes, *, refused: str = ""
@@ -209,7 +239,6 @@ class Acceptance(Part):
         if lease is not None and (complete or over or beaten):
             self.actors.detach(record, revoke=not over)
         if complete:
-            self.counts["num_groups_accepted"] += 1
             self.lifecycle.hold(record)
         elif over or beaten:
             self._retry(record, group, now, failed=over and is_failure(group))

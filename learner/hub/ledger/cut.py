@@ -5,31 +5,38 @@ Order of completion would void the lag bound and over-represent short answers, s
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from learner.hub.ledger.part import Part, Tables
+from learner.hub.ledger.apply import commit
+from learner.hub.ledger.lifecycle import GroupLifecycle
+from learner.hub.ledger.plan import plan_batch
 from learner.hub.ledger.proof import LagProof
+from learner.hub.ledger.state import Part, State
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState, HeldGroup
+from streamrl.stream.records import BatchCut, StepTaken
 
 
 class BatchCutter(Part):
     """Takes groups from HELD to TRAINED."""
 
-    def __init__(self, tables: Tables) -> None:
-        super().__init__(tables)
+    def __init__(self, state: State, lifecycle: GroupLifecycle) -> None:
+        super().__init__(state)
+        self.lifecycle = lifecycle
         self.proof = LagProof(self.settings.lag.steps_per_batch, self.settings.mode == "mask_old_tokens")
-        # (version it trains at, groups) of each batch that was cut, oldest first
-        self.in_flight: deque[tuple[int, list[GroupRecord]]] = deque()
+        self.newest: BatchCut | None = None
         self.looked_at = -1  # the last version that held groups were judged at
         self.counts_at_cut: Counter[str] = Counter()  # of the newest batch
 
-    def cut_batch(self, version: int) -> list[HeldGroup] | None:
+    def cut_batch(
+        self, version: int, dp_ranks: Sequence[int] = (0,), num_minibatches: int = 1
+    ) -> list[HeldGroup] | None:
         """Cut exactly B groups to be trained from this version on, in dispatch order; None if they must be waited for.
 
         Groups too old for this version are sent back or dropped on the way, also when the cut has to wait. One batch
-        may be cut ahead while another is in training; `version` is then the version that one will lead to. Raises
-        ValueError: `version` is not the learner's, nor that of the next batch ahead.
+        may be cut ahead while another is in training; `version` is then the version that one will lead to. `newest` is
+        its record, with the plan for these ranks. Raises ValueError: `version` is not the learner's, nor that of the
+        next batch ahead; or the batch cannot be divided so.
         """
         self.check_version(version)
         # What came since the last look at this version was judged on arrival: until there are enough, nothing changes.
@@ -49,42 +56,30 @@ class BatchCutter(Part):
                 break
         else:
             return None  # all or nothing: a short batch would change the step's meaning
-        for record in batch:
-            self.groups.move(record, GroupState.IN_BATCH)
-        self.in_flight.append((version, batch))
-        self.counts_at_cut = self.counts.copy()  # `explain` tells what was dropped since
         held = [self.lag.held(record, version) for record in batch]
+        plan = tuple(plan_batch(held, max(dp_ranks) + 1, num_minibatches))
+        frames = tuple(one for group in held for one in group.sequences)
+        self.newest = BatchCut(version, plan, frames, tuple(dp_ranks), num_minibatches)
+        commit(self.state, self.newest)
+        self.counts_at_cut = self.counts.copy()  # `explain` tells what was dropped since
         self.counts["num_lag_violations"] += self.proof.num_violations(list(zip(batch, held, strict=True)))
         return held
 
     def check_version(self, version: int) -> None:
         """Raise ValueError if no batch can be cut for this version now."""
         current = self.versions.current
-        newest = self.in_flight[-1][0] + self.lag.rule.steps_per_batch if self.in_flight else current
+        flight = self.state.in_flight
+        newest = flight[-1][0] + self.lag.rule.steps_per_batch if flight else current
         if not current <= version <= newest:
             raise ValueError(f"cut_batch({version}): the learner is at {current}, the next cut is at {newest}")
 
-    def trained(self, version_after: int, skipped: bool, reason: str = "") -> None:
-        """End the oldest batch in flight: trained, which led to `version_after`, or skipped and quarantined.
+    def end_batch(self, step: StepTaken) -> None:
+        """End the oldest batch in flight: trained, or skipped and quarantined; its bounds hold from now on.
 
         A batch counts all its optimizer steps, also those of them that were not finite; it is skipped if all were.
+        Raises ValueError: there is none, its version is another, or the bounds contradict themselves.
         """
-        current, num_steps = self.versions.current, self.lag.rule.steps_per_batch
-        if not self.in_flight:
-            raise ValueError(f"trained({version_after}): no batch was cut")
-        if version_after != current + (0 if skipped else num_steps):
-            raise ValueError(f"trained({version_after}, skipped={skipped}) at version {current}")
-        _, batch = self.in_flight.popleft()
-        for record in batch:
-            if skipped:
-                # The step was not finite: what caused it is unknown, so none of these groups is tried again.
-                self.counts["num_groups_quarantined"] += 1
-                self.lifecycle.drop(record, "quarantined")
-            else:
-                self.counts["num_groups_trained"] += 1
-                self.groups.settle(record, GroupState.TRAINED, reason)
-        if not skipped:
-            self.versions.advance(num_steps)
+        commit(self.state, step)
 
     def consumable(self) -> Iterator[GroupRecord]:
         """Yield held groups in dispatch order, as far as the window allows."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from learner.hub.ledger.actors import ActorTable
 from learner.hub.ledger.cut import BatchCutter
-from learner.hub.ledger.part import Part, Tables
+from learner.hub.ledger.state import Part, State
 from learner.hub.ledger.tables.actor import Actor
 from learner.hub.ledger.tables.filters import dropped_by
 from learner.hub.ledger.tables.groups import GroupState
@@ -12,11 +13,11 @@ from learner.hub.ledger.tables.groups import GroupState
 class Explanations(Part):
     """Answers why nothing happens."""
 
-    def __init__(self, tables: Tables, cutter: BatchCutter) -> None:
-        super().__init__(tables)
-        self.cutter = cutter
+    def __init__(self, state: State, cutter: BatchCutter, actors: ActorTable) -> None:
+        super().__init__(state)
+        self.cutter, self.actors = cutter, actors
 
-    def why_waiting(self, now: float) -> str:
+    def wait_reason(self, now: float) -> str:
         """Say what the next batch waits for."""
         have, needed = sum(1 for _ in self.cutter.consumable()), self.lag.num_to_cut
         if have >= needed:
@@ -27,23 +28,23 @@ class Explanations(Part):
         open_states = (GroupState.READY, GroupState.LEASED)
         first = next((record for record in self.groups.in_order() if record.state in open_states), None)
         if first is None:
-            return lead + self._why_nothing_is_out()
+            return lead + self._idle_reason()
         done = f"{len(first.members)} of {self.settings.group_size} members done"
         group = f"group {first.group_id} (prompt {first.prompt_index}"
         if first.lease is None:
-            return f"{lead}{group}, {done}) waits for an actor; {self._who()}"
+            return f"{lead}{group}, {done}) waits for an actor; {self._connected()}"
         lease = first.lease
         held_for = f"for {now - lease.granted_at:.0f} s"
         return f"{lead}{group}, attempt {lease.attempt}) is with actor {lease.actor_id} {held_for}, {done}"
 
-    def _why_nothing_is_out(self) -> str:
+    def _idle_reason(self) -> str:
         if self.lag.num_free > 0:
-            return f"{self.lag.num_free} more may be leased; {self._who()}"
+            return f"{self.lag.num_free} more may be leased; {self._connected()}"
         if self.settings.num_groups_total is not None and self.lag.capacity == self.settings.num_groups_total:
             return f"all {self.lag.capacity} groups of the run are trained or held: the run is over"
         return f"the lead of {self.lag.rule.eta} batches is used up until the next optimizer step"
 
-    def _who(self) -> str:
+    def _connected(self) -> str:
         actors = sorted(self.actors.all(), key=lambda one: one.actor_id)
         if not actors:
             return "no actor is connected"
@@ -55,7 +56,7 @@ class Explanations(Part):
         more = f" and {len(actors) - 4} more actors" if len(actors) > 4 else ""
         return f"learner is at {self.versions.ref}; " + ", ".join(names) + more
 
-    def what_it_does(self, actor_id: str, now: float, *, loads: bool = False) -> str:
+    def actor_status(self, actor_id: str, now: float, *, loads: bool = False) -> str:
         """Say what an actor works on, or what it waits for; `loads`: its heartbeats show no engine yet."""
         actor = self.actors.get(actor_id)
         if actor is None:
@@ -69,9 +70,9 @@ class Explanations(Part):
             return f"generates {work}, the oldest for {now - oldest:.1f} s"
         if actor.installed is None:
             return "loads its task and its engine" if loads else "waits for weights: it has no usable version yet"
-        return f"waits for {self._why_none(actor)}"
+        return f"waits for {self._no_lease_reason(actor)}"
 
-    def _why_none(self, actor: Actor) -> str:
+    def _no_lease_reason(self, actor: Actor) -> str:
         assert actor.installed is not None
         if not actor.train.trust:
             return "its own first group: others waited for it, so it gets no more leases before it delivers"

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from learner.hub.ledger.part import Part
+from learner.hub.ledger.actors import ActorTable
+from learner.hub.ledger.apply import draw_through
+from learner.hub.ledger.lifecycle import GroupLifecycle
+from learner.hub.ledger.state import Part, State
 from learner.hub.ledger.tables.actor import Actor
 from learner.hub.ledger.tables.evals import EvalRun
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState
@@ -24,7 +27,10 @@ MAX_PASSED_OVER = 256  # records in one grant, so that the hub goes on with othe
 class Grants(Part):
     """Makes leases; evaluation first, then training in dispatch order, old groups before new ones."""
 
-    num_grants = 0  # so far: who got the last one longest ago is asked first
+    def __init__(self, state: State, lifecycle: GroupLifecycle, actors: ActorTable) -> None:
+        super().__init__(state)
+        self.lifecycle, self.actors = lifecycle, actors
+        self.num_grants = 0  # so far: who got the last one longest ago is asked first
 
     def order(self) -> list[str]:
         """List actors that could take what there is: first who holds least, then who waited longest."""
@@ -60,9 +66,9 @@ class Grants(Part):
 
     def _lease_eval(self, actor: Actor, run: EvalRun, now: float) -> Lease:
         assert actor.installed is not None
-        record, source = self.evals.take(run, actor.installed.version), self.eval_sources[run.dataset]
+        record, lease = self.evals.lease(run, actor.actor_id, actor.installed.version, now)
+        source = self.eval_sources[run.dataset]
         place = record.group_id & 0xFFFFFFFF  # of prompt and answer
-        lease = record.lease_to(actor.actor_id, record.next_attempt, (0,), now)
         actor.eval.leases[record.group_id] = lease
         actor.eval.free -= 1
         self.counts["num_eval_leases"] += 1
@@ -74,7 +80,7 @@ class Grants(Part):
             pass_index=record.pass_index, members=(0,),
             prompt=source.record(record.prompt_index),
             # The evaluation's own number is left out: every evaluation asks the same questions with the same seeds.
-            seeds=(member_seed(self.run_seed, EVAL_BIT | place, 0),),
+            seeds=(member_seed(self.state.run_seed, EVAL_BIT | place, 0),),
             min_version=asked_for or actor.installed, sampling=source.sampling,
             ttl_s=self.settings.lease_ttl_s, purpose=Purpose.EVAL, dataset=run.dataset,
             keep_s=self.evals.keep_s if pinned else 0.0, num_after=self.evals.num_waiting_with(run),
@@ -84,7 +90,7 @@ class Grants(Part):
         # Without the share, the first actor with many free slots would take a whole batch and the others would idle.
         room = min(actor.train.room, self._fair_share(actor))
         leases: list[Lease] = []
-        prompts, num_passed_over = self.lifecycle.prompts, 0
+        prompts, num_passed_over = self.state.prompts, 0
         for record in self._candidates(actor, now) if room > 0 and not prompts.fatal else ():
             prompt = prompts.read(record.prompt_index)
             if prompt is not None:
@@ -124,7 +130,7 @@ class Grants(Part):
             if not (record.holder and waits and self.actors.in_grace(now)):
                 yield record
         while self.lag.num_free > 0 and self.lag.may_grant(self.groups.num_live(), installed):
-            yield self.lifecycle.draw()
+            yield draw_through(self.state, self.groups.next_id)
 
     def _sends_again(self, actor: Actor) -> bool:
         """Return whether groups are still to come that this actor had sent before its HELLO."""
@@ -144,8 +150,8 @@ class Grants(Part):
         return Lease(
             group_id=record.group_id, attempt=attempt, prompt_index=record.prompt_index, pass_index=record.pass_index,
             prompt=prompt, members=members,
-            seeds=tuple(member_seed(self.run_seed, record.group_id, member) for member in members),
-            min_version=actor.installed, sampling=self.sampling, ttl_s=self.settings.lease_ttl_s,
+            seeds=tuple(member_seed(self.state.run_seed, record.group_id, member) for member in members),
+            min_version=actor.installed, sampling=self.state.sampling, ttl_s=self.settings.lease_ttl_s,
             purpose=Purpose.TRAIN,
         )
 

@@ -1,10 +1,10 @@
 """The ledger: which actor generates which group, what arrived, what is trained, and what a crash must not lose.
 
-    work           grant -> accept -> cut_batch -> trained          READY -> LEASED -> HELD -> IN_BATCH -> TRAINED
+    work           grant -> accept -> cut_batch -> end_batch    READY -> LEASED -> HELD -> IN_BATCH -> TRAINED
     time           tick: expired leases, silent actors, overdue groups
-    durability     the journal, which the shell writes -> logged; freeze -> saved; restore, replay after a crash
-    actors         hello -> beat, installed ... drain -> bye        (or suspend, evict)
-    one table      versions.published, lag.set_bounds, evals.request and get: such verbs are the table's own
+    durability     the journal, which the shell writes -> logged; freeze -> saved; restore after a crash
+    actors         hello -> beat, installed ... drain -> bye        (or suspend, distrust, evict)
+    one table      evals.request and get: such verbs are the table's own
 
 It is a pure state machine: no socket, no clock, no thread, no randomness. `now` is the caller's monotonic time in
 seconds, and every answer is a value. Its promises:
@@ -14,32 +14,31 @@ seconds, and every answer is a value. Its promises:
     no token is older than max_lag at a step that trains it; with the default max_lag the cut has nothing to throw away
     an actor never holds more training leases than it has slots
 
-It is composed of tables (`learner.hub.ledger.tables`), which its parts share: `membership`, `grant`, `accept`, `cut`,
-`explain`. Their verbs are asked of the ledger.
+Each verb stands in the part that decides it (`membership`, `grant`, `accept`, `cut`, `lifecycle`, `explain`), from the
+tables of `State`. What must survive a crash is changed by the records of the journal alone (`apply`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, Self
 
-import msgspec
-
 from learner.hub.ledger.accept import Acceptance
+from learner.hub.ledger.actors import ActorTable, Effect
+from learner.hub.ledger.apply import commit
 from learner.hub.ledger.cut import BatchCutter
 from learner.hub.ledger.explain import Explanations
 from learner.hub.ledger.grant import Grants
-from learner.hub.ledger.membership import JoinResult, Membership
-from learner.hub.ledger.part import Tables
-from learner.hub.ledger.refusal import AcceptResult
-from learner.hub.ledger.replay import Replay
-from learner.hub.ledger.snapshots import FORMAT, LedgerSnapshot, at_rest, read_snapshot
-from learner.hub.ledger.tables.actors import Effect
-from learner.hub.ledger.tables.groups import GroupState, HeldGroup
+from learner.hub.ledger.lifecycle import GroupLifecycle
+from learner.hub.ledger.membership import Membership
+from learner.hub.ledger.snapshots import Records, apply_log, load_snapshot, read_snapshot, take_snapshot
+from learner.hub.ledger.state import State
+from learner.hub.ledger.tables.dedup import DedupEntry
+from learner.hub.ledger.tables.filters import GroupFilter
+from learner.hub.ledger.tables.groups import GroupState
 from learner.hub.ledger.tables.settings import LedgerSettings
 from learner.hub.ledger.tables.versions import cut_lineage
-from streamrl.messages import Ack, ActorHeartbeat, Group, Hello, Lease, LeaseRef, RejectReason, VersionRef
-from streamrl.stream.records import Record
+from streamrl.messages import Ack, Manifest, RejectReason
+from streamrl.stream.records import VersionPublished
 
 _ALWAYS = (
     "num_groups_leased", "num_groups_accepted", "num_groups_trained", "num_groups_stale", "num_duplicates_dropped",
@@ -53,55 +52,44 @@ _ALWAYS = (
 )
 
 
-class Ledger(Tables):
-    """The state machine that the module describes."""
+class Ledger(State):
+    """The state machine that the module describes.
 
-    def __init__(self, settings: LedgerSettings, *, run_id: str, **rest: Any) -> None:
-        """Make it of new tables; `rest` as they take it."""
+    Args:
+        keep_group: filter of complete groups.
+        restarted: the run had a hub before, whose actors may come back.
+        rest: as `State` takes it.
+    """
+
+    def __init__(
+        self, settings: LedgerSettings, *, run_id: str, keep_group: GroupFilter | None = None, restarted: bool = False,
+        **rest: Any,
+    ) -> None:
         super().__init__(settings, **rest)
         self.run_id = run_id
         self.refused_on_resume: list[str] = []
         self._frozen: dict[int, list[int]] = {}  # version of a snapshot -> groups that it has as ended
-        self._membership, self._acceptance, self._grants = Membership(self), Acceptance(self), Grants(self)
-        self.cutter = BatchCutter(self)
-        self._explanations = Explanations(self, self.cutter)
+        self.lifecycle = GroupLifecycle(self, keep_group)
+        self.actors = ActorTable(self.lifecycle, self.evals, restored=restarted or self.versions.learner_epoch > 1)
+        self.cutter = BatchCutter(self, self.lifecycle)
+        # Work.
+        grants = Grants(self, self.lifecycle, self.actors)
+        self.grant_order, self.grant = grants.order, grants.grant
+        self.accept = Acceptance(self, self.lifecycle, self.actors).accept
+        self.cut_batch, self.end_batch = self.cutter.cut_batch, self.cutter.end_batch
+        # Actors.
+        membership = self._membership = Membership(self, self.lifecycle, self.actors)
+        self.hello, self.beat, self.installed = membership.hello, membership.beat, membership.installed
+        self.suspend, self.distrust = membership.suspend, membership.distrust
+        self.drain, self.bye, self.evict = membership.drain, membership.bye, membership.evict
+        # Sentences for a person.
+        explanations = Explanations(self, self.cutter, self.actors)
+        self.wait_reason, self.actor_status = explanations.wait_reason, explanations.actor_status
 
-    # --- work ---------------------------------------------------------------------------------------------------------
-
-    def grant_order(self) -> list[str]:
-        """List actors that could take what there is, in the order in which to ask for grants."""
-        return self._grants.order()
-
-    def grant(self, actor_id: str, now: float) -> list[Lease]:
-        """Make leases for this actor, at most a fair share; ask the others too, then ask again."""
-        return self._grants.grant(actor_id, now)
-
-    def accept(self, actor_id: str, group: Group, frame: bytes | bytearray | memoryview, now: float) -> AcceptResult:
-        """Judge a GROUP. `frame` is what arrived, preamble included; it is what the learner will be given."""
-        return self._acceptance.accept(actor_id, group, frame, now)
-
-    def check_version(self, version: int) -> None:
-        """Raise ValueError if no batch can be cut for this version now."""
-        self.cutter.check_version(version)
-
-    def cut_batch(self, version: int) -> list[HeldGroup] | None:
-        """Cut exactly B groups to be trained from this version on, in dispatch order; None if they must be waited for.
-
-        Raises ValueError: `version` is not the learner's, nor that of the next batch ahead.
-        """
-        return self.cutter.cut_batch(version)
-
-    def trained(self, version_after: int, skipped: bool, reason: str = "") -> None:
-        """End the oldest batch in flight: trained, which led to `version_after`, or skipped and quarantined."""
-        self.cutter.trained(version_after, skipped, reason)
-
-    def why_waiting(self, now: float) -> str:
-        """Say what the next batch waits for, in a sentence for a person."""
-        return self._explanations.why_waiting(now)
-
-    def what_it_does(self, actor_id: str, now: float, *, loads: bool = False) -> str:
-        """Say what an actor works on, or what it waits for."""
-        return self._explanations.what_it_does(actor_id, now, loads=loads)
+    def publish(self, manifest: Manifest) -> None:
+        """Note that a version was announced, with its record. Raises ValueError: versions only go up."""
+        self.versions.check_next(manifest.ref)
+        commit(self, VersionPublished(manifest))
 
     # --- durability ---------------------------------------------------------------------------------------------------
 
@@ -112,17 +100,8 @@ class Ledger(Tables):
         """
         if version != self.version:
             raise ValueError(f"freeze({version}): the ledger is at version {self.version}")
-        groups = self.groups
-        self._frozen[version] = list(groups.settled)
-        return msgspec.msgpack.encode(LedgerSnapshot(
-            format=FORMAT, run_id=self.run_id, learner_epoch=self.versions.learner_epoch, version=version,
-            num_batches=version, lineage=cut_lineage(self.versions.lineage, version),
-            next_id=groups.next_id, done_below=groups.done_below, num_trained=groups.num_trained,
-            num_dropped=groups.num_dropped, cursor=self.prompts.cursor,
-            live=[at_rest(record) for record in groups.in_order()], settled=list(groups.settled.values()),
-            senders=self.dedup.rows(), fenced=self.dedup.fenced_rows(),
-            ended=[], counts=dict(self.counts), next_sequence=self.journal.next_sequence,
-        ))
+        self._frozen[version] = list(self.groups.settled)
+        return take_snapshot(self, self.run_id)
 
     def logged(self, sequence: int) -> None:
         """Make durable what the journal's records up to this number hold; acks say so."""
@@ -141,8 +120,8 @@ class Ledger(Tables):
 
     @classmethod
     def restore(
-        cls, state: bytes | None, settings: LedgerSettings, *, run_id: str, learner_epoch: int,
-        records: Callable[[int], Iterable[tuple[int, Record]]] = lambda first: (), **rest: Any,
+        cls, snapshot: bytes | None, settings: LedgerSettings, *, run_id: str, learner_epoch: int,
+        records: Records = lambda first: (), **rest: Any,
     ) -> Self:
         """Make the ledger of a learner that starts again; `rest` as in the constructor.
 
@@ -151,82 +130,29 @@ class Ledger(Tables):
         the settings of now refuse them: `refused_on_resume` says why.
 
         Args:
-            state: what `freeze` gave; None starts from the log alone.
+            snapshot: what `freeze` gave; None starts from the log alone.
             records: gives (sequence, record) of the log from a sequence number on.
         Raises:
             CheckpointError: the bytes are no ledger, of another run, or of a later start of the learner; or the log
                 contradicts them.
         """
-        if state is None:
-            ledger = cls(settings, run_id=run_id, learner_epoch=learner_epoch, restarted=True, **rest)
-            first_new = 1
-        else:
-            loaded = read_snapshot(state, run_id=run_id, learner_epoch=learner_epoch)
+        loaded = None if snapshot is None else read_snapshot(snapshot, run_id=run_id, learner_epoch=learner_epoch)
+        if loaded is not None:
             rest = {"lineage": cut_lineage(loaded.lineage, loaded.version), **rest, "version": loaded.version}
-            ledger = cls(settings, run_id=run_id, learner_epoch=learner_epoch, restarted=True, **rest)
-            first_new = loaded.next_sequence
-            ledger.prompts.cursor = loaded.cursor
-            ledger.counts.update(loaded.counts)
-            ledger.groups.load(
-                loaded.live, loaded.settled, next_id=loaded.next_id, done_below=loaded.done_below,
-                num_trained=loaded.num_trained, num_dropped=loaded.num_dropped,
-            )
-            ledger.dedup.load(loaded.senders, loaded.fenced)
-        ledger._replay(records, first_new)
+        ledger = cls(settings, run_id=run_id, learner_epoch=learner_epoch, restarted=True, **rest)
+        if loaded is not None:
+            load_snapshot(ledger, loaded)
+        apply_log(ledger, records, 1 if loaded is None else loaded.next_sequence)
+        lifecycle = ledger.lifecycle
+        for record in ledger.groups.in_state(GroupState.READY):
+            if not lifecycle.missing(record):  # the log ends between its last members and what became of it
+                lifecycle.hold(record)
         ledger.lag.allow_drawn()  # the new settings may have a smaller eta than the run had
         # Last, because a held group that goes back to the pool changes every table.
-        ledger.refused_on_resume = ledger.lifecycle.check_frames()
+        ledger.refused_on_resume = lifecycle.check_frames()
         return ledger
 
-    def _replay(self, records: Callable[[int], Iterable[tuple[int, Record]]], first_new: int) -> None:
-        replay = Replay(self, first_new, self.cutter)
-        sequence = first_new - 1
-        self.journal.muted = True
-        for sequence, record in records(replay.first_needed):
-            replay.apply(sequence, record)
-        replay.fill_frames()
-        self.journal.muted = False
-        self.journal.next_sequence = max(self.journal.next_sequence, sequence + 1)
-        for record in list(self.groups.in_state(GroupState.READY)):
-            if not self.lifecycle.missing(record):  # the log ends between its last members and what became of it
-                self.lifecycle.hold(record)
-
-    # --- actors -------------------------------------------------------------------------------------------------------
-
-    def hello(self, actor_id: str, hello: Hello, now: float) -> JoinResult:
-        """Bind an actor to its link, or refuse it. The newest incarnation wins; a superseded one never returns."""
-        return self._membership.hello(actor_id, hello, now)
-
-    def beat(self, actor_id: str, beat: ActorHeartbeat, now: float) -> bool:
-        """Note what an actor has free; renew its leases if it makes progress, but none it calls stuck or does not hold.
-
-        False: no link, or a fenced one; answer STOP(NO_LINK).
-        """
-        return self._membership.beat(actor_id, beat, now)
-
-    def installed(self, actor_id: str, ref: VersionRef, ok: bool, now: float) -> None:
-        """Note that an actor made a version live or refused it. The shell has checked that its root was published."""
-        self._membership.installed(actor_id, ref, ok, now)
-
-    def suspend(self, actor_id: str, now: float) -> None:
-        """Stop an actor with untrusted weights: its leases go to others, and it gets none until `installed` says so."""
-        self._membership.suspend(actor_id, now)
-
-    def distrust(self, actor_id: str, now: float) -> None:
-        """Cut an actor off that is not believed: groups with its data that no batch has are generated again."""
-        self._membership.distrust(actor_id, now)
-
-    def drain(self, actor_id: str, now: float) -> None:
-        """Let an actor that is leaving finish the leases it has; it gets no new ones."""
-        self._membership.drain(actor_id, now)
-
-    def bye(self, actor_id: str, now: float) -> None:
-        """Remove an actor that has left. What it still held goes back to the pool and counts as no failure."""
-        self._membership.bye(actor_id, now)
-
-    def evict(self, actor_id: str, now: float) -> list[LeaseRef]:
-        """Cut an actor off; its leases go back to the pool, each group at its old place."""
-        return self._membership.evict(actor_id, now)
+    # --- acks ---------------------------------------------------------------------------------------------------------
 
     def num_leases(self, actor_id: str) -> int:
         """Count the open leases of an actor; 0 for one that is not linked."""
@@ -240,15 +166,17 @@ class Ledger(Tables):
 
     def num_to_accept(self, actor_id: str) -> int:
         """Return how many accepted groups the next ACK for this actor tells of."""
-        actor = self.actors.get(actor_id)
-        entry = self.dedup.get(actor_id, actor.incarnation) if actor is not None else None
+        entry = self._entry(actor_id)
         return entry.num_to_accept if entry is not None else 0
 
     def take_acks(self, actor_id: str) -> Ack | None:
         """Take the next ACK for this actor, or None. Ask again until None: what does not fit one message follows."""
-        actor = self.actors.get(actor_id)
-        entry = self.dedup.get(actor_id, actor.incarnation) if actor is not None else None
+        entry = self._entry(actor_id)
         return entry.take_ack() if entry is not None else None
+
+    def _entry(self, actor_id: str) -> DedupEntry | None:
+        actor = self.actors.get(actor_id)
+        return self.dedup.get(actor_id, actor.incarnation) if actor is not None else None
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
@@ -280,5 +208,3 @@ class Ledger(Tables):
         self.groups.check()
         self.lag.check()
         self.actors.check(self.groups)
-        drawn = self.groups.next_id
-        assert self.prompts.cursor == drawn, f"{drawn} groups drawn, but the prompt cursor is {self.prompts.cursor}"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from learner.hub.ledger.part import Part
+from learner.hub.ledger.actors import ActorTable, Effect
+from learner.hub.ledger.lifecycle import GroupLifecycle
+from learner.hub.ledger.state import Part, State
 from learner.hub.ledger.tables.actor import MAX_LEASES, Actor
-from learner.hub.ledger.tables.actors import Effect
 from learner.hub.ledger.tables.dedup import outbox_error
 from learner.hub.ledger.tables.evals import EvalRun
 from learner.hub.ledger.tables.groups import GroupState
@@ -48,6 +49,10 @@ class JoinResult:
 
 class Membership(Part):
     """Keeps the table of actors true to what they say; any message proves that an actor lives."""
+
+    def __init__(self, state: State, lifecycle: GroupLifecycle, actors: ActorTable) -> None:
+        super().__init__(state)
+        self.lifecycle, self.actors = lifecycle, actors
 
     # --- the handshake ------------------------------------------------------------------------------------------------
 
@@ -112,7 +117,7 @@ class Membership(Part):
             return record is not None and record.is_with(actor.actor_id, attempt)
         # After a restart the actor may hold a group that was dispatched after the checkpoint: its number says which
         # prompt it is, so drawing up to it restores the record.
-        if group_id >= self.groups.next_id and not (actor.survived_restart and self.lifecycle.draw_upto(group_id)):
+        if group_id >= self.groups.next_id and not (actor.survived_restart and self.lifecycle.draw_through(group_id)):
             return False
         record = self.groups.live.get(group_id)
         if record is None:
@@ -179,7 +184,7 @@ class Membership(Part):
             self.counts["num_groups_distrusted"] += 1
             if record.lease is not None:
                 self.actors.detach(record, revoke=True)
-            self.lifecycle.again(record, "distrusted")
+            self.lifecycle.requeue(record, "distrusted")
 
     def drain(self, actor_id: str, now: float) -> None:
         """Let an actor that is leaving finish the leases it has; it gets no new ones."""

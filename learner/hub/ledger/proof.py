@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from learner.hub.ledger.tables.groups import GroupRecord, HeldGroup
-from learner.hub.ledger.tables.lifecycle import GROUPS
+from learner.hub.ledger.tables.groups import GROUPS, GroupRecord, HeldGroup
 from streamrl.messages import Group, Member, MemberStatus
 
 FRAMES_EVERY = 16

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from learner.hub.observe.observer import Arrival, Observer
+from learner.hub.counters.observer import Arrival, Observer
 from learner.hub.trust.judge import NUM_KEPT, Outlier, Recent, judge
 from streamrl.config.schema_system import TrustConfig
 from streamrl.messages import EVAL_BIT, Agreement, Hello, MemberStatus

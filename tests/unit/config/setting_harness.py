@@ -12,9 +12,9 @@ import msgspec
 import zmq
 from transformers import AutoModelForCausalLM
 
+from learner.hub.context.broadcaster_process import BroadcasterProcess
+from learner.hub.context.settings import HubSettings
 from learner.hub.server import HubServer
-from learner.hub.shared.broadcaster_process import BroadcasterProcess
-from learner.hub.shared.settings import HubSettings
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings
 from learner.model.paths import wire_dtype

@@ -12,8 +12,8 @@ import pytest
 import torch
 import zmq
 
-from learner.hub.shared.run_log import RunLog
-from learner.hub.shared.settings import read_settings, write_settings
+from learner.hub.context.run_log import RunLog
+from learner.hub.context.settings import read_settings, write_settings
 from learner.hub_client import link as link_module
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings, stall_fail_s
@@ -61,7 +61,7 @@ from tests.flow.processes import free_port
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 from tests.unit.config.test_setting_effects_ledger import joined, ledger_of
 from tests.unit.hub.broadcast_harness import until
-from tests.unit.hub.factories import FakeActor, make_ledger, run_started
+from tests.unit.hub.factories import FakeActor, end_batch, make_ledger, publish, run_started
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -175,8 +175,8 @@ def test_a_group_that_is_refused_for_its_age_leaves_its_frame_in_the_log_if_that
     for lease in leases[:-1]:
         actor.finish(lease)
     while ledger.version < 2 and ledger.cut_batch(ledger.version):
-        ledger.trained(ledger.version + 1, False, "")
-        ledger.versions.published(VersionRef(1, ledger.version))
+        end_batch(ledger, ledger.version + 1)
+        publish(ledger, VersionRef(1, ledger.version))
         actor.install(ledger.version)
         for lease in actor.ask():
             actor.finish(lease)

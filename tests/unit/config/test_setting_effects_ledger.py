@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from learner.hub.ledger.ledger import Ledger
+from learner.hub.ledger.plan import plan_batch
 from learner.hub.setup import make_ledger
-from learner.hub.shared.plan import plan_batch
 from learner.hub_client.settings import hub_settings, limits
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.rules import steps_per_batch
@@ -17,7 +17,7 @@ from streamrl.config.schema import Config
 from streamrl.messages import TO_HUB, ActorHeartbeat, ReturnReason, VersionRef, Welcome
 from streamrl.messages.codec import Decoder
 from streamrl.transport.session import ActorSession, Deliver, Disconnected, Send
-from tests.unit.hub.factories import FakeActor, cut, run_started, train
+from tests.unit.hub.factories import FakeActor, cut, end_batch, publish, run_started, train
 
 SMALL = (
     "experiment=quickstart", "trainer.num_steps=50", "rollout.num_prompts_per_step=2",
@@ -42,7 +42,7 @@ def settings_of(*words: str, run_dir: Path = Path("/nowhere"), bind: str = "tcp:
 
 def ledger_of(*words: str) -> Ledger:
     ledger = make_ledger(settings_of(*words))
-    ledger.versions.published(VersionRef(1, 0))
+    publish(ledger, VersionRef(1, 0))
     return ledger
 
 
@@ -94,7 +94,7 @@ def test_the_plan_of_a_batch_has_as_many_equal_minibatches_as_are_set_and_the_bo
         for lease in actor.ask():
             actor.finish(lease)
         rows = plan_batch(ledger.cut_batch(0), 1, settings.num_minibatches)
-        ledger.trained(steps_per_batch(config_of(*words)), False, "")
+        end_batch(ledger, steps_per_batch(config_of(*words)))
         return [row.minibatch for row in rows], ledger.lag.rule.max_lag
 
     assert planned() == ([0, 0, 0, 0], 2)
@@ -267,7 +267,7 @@ def test_a_resumed_hub_begins_with_the_bounds_that_the_control_had_moved_to():
         shm_dir=Path("/nowhere"), vocab_size=VOCAB_SIZE, restore_path=None, bounds=(5, 6),
     )
     ledger = make_ledger(settings)
-    ledger.versions.published(VersionRef(1, 0))
+    publish(ledger, VersionRef(1, 0))
 
     assert (ledger.lag.rule.eta, ledger.lag.rule.max_lag) == (5, 6)
     assert len(joined(ledger).ask()) == 2 * (5 + 1)

@@ -24,7 +24,7 @@ from streamrl.messages.validate import check_group
 from tests.unit.actors.fakes import VOCAB, installed_engine, lease, make_runner, run, says
 from tests.unit.config.test_setting_effects_ledger import settings_of
 from tests.unit.envs.malformed import FILES, FORMS, GOOD, LATE, NUMBERED, OTHERS, RECORDS, REWARD, REWARDS, lines
-from tests.unit.hub.factories import FakeActor
+from tests.unit.hub.factories import FakeActor, publish
 
 BASE = to_plain(load_config(["experiment=quickstart"]))
 LIMITS = Limits(vocab_size=VOCAB)
@@ -142,7 +142,7 @@ def test_a_bad_record_that_is_drawn_is_passed_over_and_named(tmp_path, monkeypat
     task_from(tmp_path, monkeypatch, text=lines(GOOD, bad))
     words = (f"data.path={tmp_path / 'train.jsonl'}", "reward.type=exact", "data.shuffle=false", "data.test_ratio=0")
     ledger = make_ledger(settings_of(*words))
-    ledger.versions.published(VersionRef(1, 0))
+    publish(ledger, VersionRef(1, 0))
     actor = FakeActor(ledger, "a1", incarnation=11, slots=50)
     actor.join()
     told = []

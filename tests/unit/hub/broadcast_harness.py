@@ -9,8 +9,8 @@ from typing import Any
 
 import zmq
 
-from learner.hub.shared.broadcaster_process import BroadcasterProcess
-from learner.hub.shared.settings import HubSettings
+from learner.hub.context.broadcaster_process import BroadcasterProcess
+from learner.hub.context.settings import HubSettings
 from streamrl.messages import (
     HUB_TO_BROADCASTER,
     ActorHeartbeat,

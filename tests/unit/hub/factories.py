@@ -8,14 +8,14 @@ from weakref import WeakKeyDictionary
 
 import hypothesis
 
+from learner.hub.ledger.accept import AcceptResult
+from learner.hub.ledger.apply import commit
 from learner.hub.ledger.ledger import Ledger, LedgerSettings
-from learner.hub.ledger.refusal import AcceptResult
 from learner.hub.ledger.snapshots import read_snapshot
 from learner.hub.ledger.tables.evals import EvalSource
 from learner.hub.ledger.tables.groups import GroupState, HeldGroup
 from learner.hub.ledger.tables.prompts import PromptStream
 from learner.hub.ledger.tables.versions import cut_lineage
-from learner.hub.shared.plan import plan_batch
 from streamrl.lag_rule import LagRule
 from streamrl.messages import (
     Ack,
@@ -39,7 +39,7 @@ from streamrl.messages import (
     VersionRef,
 )
 from streamrl.messages.codec import encode, pack_ids, pack_logprobs
-from streamrl.stream.records import BatchCut, Record, RunStarted, StepTaken, VersionPublished
+from streamrl.stream.records import BatchCut, Record, RunStarted, StepTaken
 
 STEADY = hypothesis.settings(deadline=None, derandomize=True, database=None)
 """For every property test here: the same examples each time, and no outcome that depends on the machine's load."""
@@ -58,7 +58,7 @@ def settings(**changes: object) -> LedgerSettings:
 def run_started(
     run_id: str = "run", *, start: int = 1, learner_epoch: int = 1, version: int = 0
 ) -> RunStarted:
-    """The log's record of a start of the learner, of which these tests have none."""
+    """The log's record of a start of the learner."""
     return RunStarted(run_id, start, learner_epoch, version, "{}", {})
 
 
@@ -77,7 +77,7 @@ def ledger_arguments(**changes: object) -> dict[str, object]:
 def make_ledger(kind: type[Ledger] = Ledger, *, keep_group=None, **changes: object) -> Ledger:
     arguments = ledger_arguments() if keep_group is None else ledger_arguments(keep_group=keep_group)
     ledger = kind(settings(**changes), **arguments)  # type: ignore[arg-type]
-    ledger.versions.published(VersionRef(1, 0))
+    publish(ledger, VersionRef(1, 0))
     return ledger
 
 
@@ -222,31 +222,24 @@ def held_groups(ledger: Ledger) -> list[HeldGroup]:
 
 
 def cut(ledger: Ledger, version: int | None = None) -> list[HeldGroup] | None:
-    """Cut a batch as the hub does: the log has it."""
-    at = ledger.version if version is None else version
-    batch = ledger.cut_batch(at)
-    if batch is not None:
-        frames = tuple(one for group in batch for one in group.sequences)
-        ledger.journal.append(BatchCut(at, tuple(plan_batch(batch, 1)), frames, (0,)))
-    return batch
+    """Cut a batch for the ledger's version, or another."""
+    return ledger.cut_batch(ledger.version if version is None else version)
 
 
 def end_batch(ledger: Ledger, version: int, *, skipped: bool = False, reason: str = "") -> None:
-    """End the oldest batch as the hub does."""
-    ledger.trained(version, skipped, reason)
-    ledger.journal.append(StepTaken(version, skipped, reason))
+    """End the oldest batch."""
+    ledger.end_batch(StepTaken(version, skipped, reason))
 
 
 def publish(ledger: Ledger, ref: VersionRef) -> None:
-    """Publish a version as the hub does."""
-    ledger.versions.published(ref)
-    ledger.journal.append(VersionPublished(Manifest(ref, None, bytes(16), 0, (), bytes(16))))
+    """Publish a version."""
+    ledger.publish(Manifest(ref, None, bytes(16), 0, (), bytes(16)))
 
 
 def train(ledger: Ledger, *, skipped: bool = False) -> list[int]:
     """Cut a batch and train on it at once; the group ids."""
     batch = cut(ledger)
-    assert batch is not None, ledger.why_waiting(0.0)
+    assert batch is not None, ledger.wait_reason(0.0)
     end_batch(ledger, ledger.version + (0 if skipped else ledger.lag.rule.steps_per_batch), skipped=skipped)
     if not skipped:
         publish(ledger, ledger.versions.ref)
@@ -292,6 +285,7 @@ def restart(
         **arguments,
     )
     _LOGS[successor] = log
+    commit(successor, run_started(start=2, learner_epoch=epoch, version=successor.version))
     if publishes:
         publish(successor, successor.versions.ref)
     return successor

@@ -444,7 +444,7 @@ class World:
         """End the batches whose end the log does not have, as their steps end again."""
         ledger, known = self.ledger, {before for before, _ in self.history}
         cuts = [(one, record) for one, record in log_of(ledger) if isinstance(record, BatchCut)]
-        for sequence, record in cuts[len(cuts) - len(ledger.cutter.in_flight) :] if ledger.cutter.in_flight else []:
+        for sequence, record in cuts[len(cuts) - len(ledger.in_flight) :] if ledger.in_flight else []:
             keys = [(row.group_id, row.index) for row in record.plan]
             self.num_trained_again += 1
             if sequence in self.skips:
@@ -592,4 +592,4 @@ class World:
                     self.acks(actor)
                     self._check_drained(actor)
                 return
-        raise AssertionError(f"no batch after 40 honest rounds each: {self.ledger.why_waiting(self.now)}")
+        raise AssertionError(f"no batch after 40 honest rounds each: {self.ledger.wait_reason(self.now)}")

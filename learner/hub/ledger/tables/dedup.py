@@ -127,16 +127,16 @@ class DedupEntry:
                 for seq in range(last + 1, following):
                     seqs.add(seq)
 
-    def _tell(self) -> None:
+    def _mark_due(self) -> None:
         self._due.add((self.actor_id, self.incarnation))
 
     def accept(self, seq: int) -> None:
-        self._tell()
+        self._mark_due()
         self.settled.add(seq)
         self._to_accept.add(seq)
 
     def reject(self, seq: int, reason: RejectReason, detail: str, *, settle: bool = True) -> None:
-        self._tell()
+        self._mark_due()
         rejection = Rejection(seq, reason, detail[:256])
         self._to_reject[seq] = rejection
         if settle:
@@ -149,7 +149,7 @@ class DedupEntry:
 
     def repeat(self, seq: int) -> None:
         """Put what was answered about this number into the next ack again."""
-        self._tell()
+        self._mark_due()
         if seq in self._rejections:
             self._to_reject[seq] = self._rejections[seq]
         elif seq > self.settled.upto:
@@ -165,7 +165,7 @@ class DedupEntry:
 
     def make_durable(self, seq: int) -> None:
         if seq not in self.durable:
-            self._tell()
+            self._mark_due()
             self.durable.add(seq)
             self._to_make_durable.add(seq)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import nan
 
-from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState
+from learner.hub.ledger.tables.groups import Delivery, Grant, GroupRecord, GroupState, OpenLease
 from streamrl.messages import EVAL_BIT, EvalResult, KeptGroup, Sampling
 from streamrl.messages.validate import MemberSummary
 
@@ -164,11 +164,15 @@ class EvalTable:
         """Return whether there is something to lease, whichever version may score it."""
         return any(run.waiting for run in self._runs.values())
 
-    def take(self, run: EvalRun, version: int) -> GroupRecord:
-        """Take the next prompt for an actor with this version; the first one pins the evaluation to it."""
+    def lease(self, run: EvalRun, actor_id: str, version: int, now: float) -> tuple[GroupRecord, OpenLease]:
+        """Lease the next prompt to an actor with this version; the first lease pins the evaluation to it."""
         if run.pin is not None and run.pin.version is None:
             run.pin.version = version
-        return run.waiting.pop()
+        record = run.waiting.pop()
+        record.grants[record.next_attempt] = Grant(actor_id, (0,))
+        record.lease = lease = OpenLease(record.next_attempt, actor_id, (0,), now, now)
+        record.next_attempt += 1
+        return record, lease
 
     def num_waiting_with(self, run: EvalRun) -> int:
         """Count prompts that wait for the same version as this evaluation."""

@@ -11,14 +11,24 @@ its place in dispatch order and never changes, whatever becomes of its leases.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 
 from msgspec import Struct
 
-from streamrl.messages import GroupOrigin
-from streamrl.messages.validate import MemberSummary
+from streamrl.messages import TO_HUB, Group, GroupOrigin, Limits
+from streamrl.messages.codec import Decoder
+from streamrl.messages.validate import MemberSummary, check_group
+
+GROUPS = Decoder({Group.KIND: TO_HUB[Group.KIND]}, max_bytes=1 << 32)
+_ANY_MEMBER = range(1 << 16)
+
+
+def read_frame(frame: bytes, limits: Limits) -> tuple[Group, tuple[MemberSummary, ...]]:
+    """Decode a frame that was accepted before, and check it. Raises WireError: the settings of now refuse it."""
+    group = GROUPS.decode(frame)
+    assert isinstance(group, Group)
+    return group, check_group(group, limits, _ANY_MEMBER)
 
 
 class GroupState(IntEnum):
@@ -66,7 +76,11 @@ class OpenLease(Struct):
 
 
 class GroupRecord(Struct, array_like=True):
-    """A live group. `frames` are accepted GROUP frames in order of arrival; `members` those completed so far."""
+    """A live group. `frames` are accepted GROUP frames in order of arrival; `members` those completed so far.
+
+    `lease` and `first_granted_at` die with the hub, and no record of the log has `num_failures`: verbs change these
+    three. The others change by records alone.
+    """
 
     group_id: int
     prompt_index: int
@@ -78,7 +92,7 @@ class GroupRecord(Struct, array_like=True):
     members: dict[int, MemberSummary] = {}
     frames: list[bytes] = []
     deliveries: list[Delivery] = []
-    holder: str = ""  # after a restart: the actor that had this lease and may come back with it
+    holder: str = ""  # the actor that has it on lease; after a restart, that may come back with this lease
     lease: OpenLease | None = None
     first_granted_at: float | None = None
     max_lag: int = 0  # the largest bound in force when one of its leases was granted: what its actors were promised
@@ -88,22 +102,6 @@ class GroupRecord(Struct, array_like=True):
     def origins(self) -> tuple[GroupOrigin, ...]:
         """The origin of each frame."""
         return tuple(GroupOrigin(one.actor_id, self.prompt_index) for one in self.deliveries)
-
-    def add(
-        self, members: Collection[MemberSummary], frame: bytes, delivery: Delivery, sequence: int
-    ) -> None:
-        """Keep members that a frame completes, and the frame with its record's number in the log."""
-        if members:
-            self.members.update({one.index: one for one in members})
-            self.frames.append(frame)
-            self.deliveries.append(delivery)
-            self.sequences.append(sequence)
-
-    def lease_to(self, actor_id: str, attempt: int, members: tuple[int, ...], now: float) -> OpenLease:
-        self.lease = OpenLease(attempt, actor_id, members, now, now)
-        self.grants[attempt] = Grant(actor_id, members)
-        self.next_attempt = max(self.next_attempt, attempt + 1)
-        return self.lease
 
     def is_with(self, actor_id: str, attempt: int) -> bool:
         """Return whether this actor has the open lease, under this attempt."""
@@ -200,6 +198,9 @@ class GroupTable:
         """Fill a new table from a snapshot, whose rows are in dispatch order."""
         self.done_below, self.num_trained, self.num_dropped = done_below, num_trained, num_dropped
         for record in live:
+            # Until the log has told more, the lease of a group that somebody held counts as open.
+            if record.holder and record.state is GroupState.READY:
+                record.state = GroupState.LEASED
             self.add(record)
         self.next_id = next_id
         self.settled = {row.group_id: row for row in settled}

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections import deque
 
 from learner.hub.ledger.tables.groups import Delivery
-from streamrl.stream.records import Record
+from streamrl.stream.records import GroupArrived, Record
 
 
 class Journal:
-    """Numbers records; the shell takes and writes them, and says how far they are durable.
-
-    Attributes:
-        muted: changes are in the log already.
-    """
+    """Numbers records; the shell takes and writes them, and says how far they are durable."""
 
     def __init__(self) -> None:
         self.next_sequence = 1
-        self.muted = False
         self._waiting: list[Record] = []
         self._unsynced: deque[tuple[int, Delivery]] = deque()
 
@@ -26,14 +21,13 @@ class Journal:
         """The number of the next record that `take` gives."""
         return self.next_sequence - len(self._waiting)
 
-    def append(self, record: Record, delivery: Delivery | None = None) -> int:
-        """Add a record; returns its number. `delivery` becomes durable with it."""
+    def append(self, record: Record) -> int:
+        """Add a record; returns its number. The delivery of an accepted group becomes durable with it."""
         sequence = self.next_sequence
-        if not self.muted:
-            self.next_sequence += 1
-            self._waiting.append(record)
-            if delivery is not None:
-                self._unsynced.append((sequence, delivery))
+        self.next_sequence += 1
+        self._waiting.append(record)
+        if isinstance(record, GroupArrived) and not record.refused:
+            self._unsynced.append((sequence, Delivery(record.actor_id, record.incarnation, record.seq)))
         return sequence
 
     def take(self) -> list[Record]:

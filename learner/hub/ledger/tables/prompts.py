@@ -1,6 +1,6 @@
 """The order of prompts: endless, seeded and resumable, over the records of a task.
 
-The n-th draw is a pure function of (seed, n), so a cursor is one integer and a group's prompt follows from its number.
+The n-th draw is a pure function of (seed, n): a group's prompt follows from its number.
 A pass visits every record once, in the order of a keyed permutation that is computed, never stored.
 """
 
@@ -48,7 +48,7 @@ class PromptStream:
         record: index -> the record as JSON bytes. Raises TaskError for one that cannot be leased.
         shuffle: False draws 0, 1, 2, ... in every pass.
     Example:
-        PromptStream(3, 0, record, shuffle=False) draws (0, 0), (1, 0), (2, 0), (0, 1), ...
+        PromptStream(3, 0, record, shuffle=False) has (0, 0), (1, 0), (2, 0), (0, 1), ... at 0, 1, 2, 3, ...
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class PromptStream:
         if num_records < 1:
             raise ValueError(f"num_records={num_records}: a task needs at least one training record")
         self.num_records = num_records
-        self.cursor = 0
         self.record = record
         self._seed = seed
         self._shuffle = shuffle
@@ -90,9 +89,3 @@ class PromptStream:
         if self._shuffle:
             index = permuted(index, self.num_records, mix64(self._seed, pass_index))
         return Prompt(index, pass_index)
-
-    def draw(self) -> Prompt:
-        """Take the next prompt; moves the cursor."""
-        prompt = self.at(self.cursor)
-        self.cursor += 1
-        return prompt

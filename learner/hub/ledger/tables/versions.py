@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable, HeldGroup, HeldMember
 from learner.hub.ledger.tables.settings import LedgerSettings
+from streamrl.lag_rule import LagRule
 from streamrl.messages import Lineage, VersionRef
 from streamrl.messages.validate import MemberSummary
 
@@ -53,14 +54,16 @@ class Versions:
         """Return these weights, None if they are of a dead branch: an actor gets no leases for those."""
         return ref if ref is not None and self.known(ref.learner_epoch, ref.version) else None
 
-    def published(self, ref: VersionRef) -> None:
-        """Note that a version was announced: its tokens are accepted even before its batch is reported as trained."""
+    def check_next(self, ref: VersionRef) -> None:
+        """Raise ValueError if this version cannot be published now."""
         if ref.learner_epoch != self.learner_epoch or ref.version < self._last:
             raise ValueError(f"published {ref} after {self.learner_epoch}:{self._last}: versions only go up")
-        self._last = self.newest_published = ref.version
 
-    def was_published(self, ref: VersionRef) -> None:
-        """Note a version that the log has as published: it counts if this epoch, which goes on, has made it."""
+    def published(self, ref: VersionRef) -> None:
+        """Note that a version was announced: its tokens are accepted even before its batch is reported as trained.
+
+        One of an earlier epoch, which an old log has, changes nothing.
+        """
         if ref.learner_epoch == self.learner_epoch:
             self.newest_published = max(self.newest_published, ref.version)
             self._last = max(self._last, ref.version)
@@ -103,14 +106,19 @@ class LagBounds:
         and the bound now, and lowering throws nothing away. Raises ValueError: the pair contradicts itself; nothing is
         changed.
         """
-        moved = replace(self.rule, eta=eta, max_lag=max_lag)
-        moved.check()
+        moved = self.moved(eta, max_lag)
         version = self._versions.current
         if max_lag < self.rule.max_lag:
             self._lowered.append((self.rule.max_lag, version + self.rule.max_lag))
         self._lowered = [one for one in self._lowered if one[1] >= version]
         self.rule = moved
         self.allow_drawn()
+
+    def moved(self, eta: int, max_lag: int) -> LagRule:
+        """Return the rule with this lead and bound. Raises ValueError: the pair contradicts itself."""
+        rule = replace(self.rule, eta=eta, max_lag=max_lag)
+        rule.check()
+        return rule
 
     def allow_drawn(self) -> None:
         """Let what is drawn by now stay, even beyond a capacity that has shrunk."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.hub.shared.broadcaster_process import EXIT_NO_MEMORY
+from learner.hub.context.broadcaster_process import EXIT_NO_MEMORY
 from learner.setup.preflight import check_transports
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError

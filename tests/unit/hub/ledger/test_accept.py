@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from streamrl.messages import Outcome, RejectReason, ReturnReason, VersionRef
-from tests.unit.hub.factories import FakeActor, held_groups, make_ledger, restart, train
+from tests.unit.hub.factories import FakeActor, held_groups, make_ledger, publish, restart, train
 
 
 def one_actor(**changes: object) -> tuple:
@@ -115,7 +115,7 @@ def test_tokens_of_a_version_that_is_published_but_not_yet_reported_as_trained_a
         actor.finish(lease)
     ledger.cut_batch(0)
 
-    ledger.versions.published(VersionRef(1, 1))
+    publish(ledger, VersionRef(1, 1))
 
     assert actor.finish(leases[2], versions=[(1, 0), (1, 1)]).kind == "accepted"
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from learner.hub.ledger.plan import plan_batch
 from learner.hub.ledger.tables.filters import accuracy_range, first_of, zero_std
 from learner.hub.ledger.tables.groups import HeldGroup, HeldMember
-from learner.hub.shared.plan import plan_batch
 from streamrl.messages import VersionRef
-from tests.unit.hub.factories import STEADY, FakeActor, make_ledger, train
+from tests.unit.hub.factories import STEADY, FakeActor, end_batch, make_ledger, train
 
 
 def held(group_id: int, *, tokens: int = 10, rewards=(0.0, 1.0), scores=None) -> HeldGroup:
@@ -36,19 +36,6 @@ def test_batches_follow_dispatch_order_not_completion_order():
     assert [group.group_id for group in ledger.cut_batch(0)] == [0, 1]
 
 
-@pytest.mark.parametrize("window, trained", [(0, None), (1, None), (2, [1, 2]), (3, [1, 2])])
-def test_an_unfinished_group_is_overtaken_by_at_most_w_others(window, trained):
-    ledger = make_ledger(groups_per_batch=2, eta=1, window=window, max_lag=3)
-    actor = FakeActor(ledger, "a1")
-    actor.join()
-    for lease in actor.ask()[1:]:
-        actor.finish(lease)
-
-    batch = ledger.cut_batch(0)
-
-    assert (batch and [group.group_id for group in batch]) == trained
-
-
 def test_the_window_counts_over_batches_not_inside_one():
     ledger = make_ledger(groups_per_batch=1, eta=3, window=2, max_lag=5)
     actor = FakeActor(ledger, "a1", slots=8)
@@ -58,7 +45,7 @@ def test_the_window_counts_over_batches_not_inside_one():
 
     assert (train(ledger), train(ledger)) == ([1], [2])
     assert ledger.cut_batch(2) is None  # group 0 has been overtaken twice
-    assert "group 0" in ledger.why_waiting(60.0) and "a1 for 60 s" in ledger.why_waiting(60.0)
+    assert "group 0" in ledger.wait_reason(60.0) and "a1 for 60 s" in ledger.wait_reason(60.0)
 
 
 def test_a_group_exactly_at_the_bound_is_trained():
@@ -142,7 +129,7 @@ def test_one_batch_may_be_cut_ahead():
 
     assert [group.group_id for group in ledger.cut_batch(0)] == [0]
     assert [group.group_id for group in ledger.cut_batch(1)] == [1]
-    ledger.trained(1, False, ""), ledger.trained(2, False, "")
+    end_batch(ledger, 1), end_batch(ledger, 2)
     assert ledger.counters()["num_groups_trained"] == 2
 
 
@@ -151,19 +138,19 @@ def test_cutting_or_training_out_of_turn_is_an_error():
     with pytest.raises(ValueError, match="the learner is at 0"):
         ledger.cut_batch(1)
     with pytest.raises(ValueError, match="no batch was cut"):
-        ledger.trained(1, False, "")
+        end_batch(ledger, 1)
 
 
 def test_the_wait_has_a_name():
     ledger = make_ledger(groups_per_batch=1, eta=0, window=0, max_lag=0)
-    assert "no actor is connected" in ledger.why_waiting(0.0)
+    assert "no actor is connected" in ledger.wait_reason(0.0)
     actor = FakeActor(ledger, "a1", ref=VersionRef(1, 0))
     actor.join()
-    assert "a1 is READY with version 1:0 and 0 free slots" in ledger.why_waiting(0.0)
+    assert "a1 is READY with version 1:0 and 0 free slots" in ledger.wait_reason(0.0)
     (lease,) = actor.ask()
-    assert "with actor a1 for 3 s, 0 of 2 members done" in ledger.why_waiting(3.0)
+    assert "with actor a1 for 3 s, 0 of 2 members done" in ledger.wait_reason(3.0)
     ledger.evict("a1", 4.0)
-    assert "group 0 (prompt" in ledger.why_waiting(4.0) and "waits for an actor" in ledger.why_waiting(4.0)
+    assert "group 0 (prompt" in ledger.wait_reason(4.0) and "waits for an actor" in ledger.wait_reason(4.0)
 
 
 # --- the plan -------------------------------------------------------------------------------------------------------

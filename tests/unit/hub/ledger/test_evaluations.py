@@ -7,7 +7,7 @@ import pytest
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.evals import EvalSource
 from streamrl.messages import EvalResult, Lease, Purpose, Sampling, VersionRef
-from tests.unit.hub.factories import FakeActor, ledger_arguments, settings
+from tests.unit.hub.factories import FakeActor, ledger_arguments, publish, settings
 
 KEEP_S = 50.0
 
@@ -19,7 +19,7 @@ def make_ledger(keep_s: float = KEEP_S) -> Ledger:
         for name, temperature in (("", 0.0), ("hard", 0.5))
     }
     ledger = Ledger(settings(eval_keep_s=keep_s), **ledger_arguments(eval_sources=sources))  # type: ignore[arg-type]
-    ledger.versions.published(VersionRef(1, 0))
+    publish(ledger, VersionRef(1, 0))
     return ledger
 
 
@@ -33,11 +33,6 @@ def actors(ledger: Ledger, *names: str, now: float = 0.0) -> list[FakeActor]:
 def evals_of(actor: FakeActor, num: int = 1, now: float = 0.0) -> list[Lease]:
     """At most so many evaluation leases."""
     return [lease for lease in actor.ask(now, free_eval=num) if lease.purpose == Purpose.EVAL]
-
-
-def publish(ledger: Ledger, version: int) -> None:
-    """A newer version is announced; actors install it when they do."""
-    ledger.versions.published(VersionRef(1, version))
 
 
 def result_of(ledger: Ledger, eval_id: int = 1) -> EvalResult:
@@ -80,7 +75,7 @@ def test_only_a_pinned_evaluation_is_answered_by_one_version(pinned):
     ledger.evals.request(1, 0, 3)
     first, second = evals_of(slow), evals_of(fast)
     assert {lease.keep_s for lease in first + second} == {KEEP_S if pinned else 0.0}
-    publish(ledger, 1)
+    publish(ledger, VersionRef(1, 1))
     slow.finish(first[0])
     fast.finish(second[0])
     fast.install(1)
@@ -110,7 +105,7 @@ def test_an_answer_with_a_token_of_another_version_counts_only_without_a_pin(pin
     ledger = make_ledger(KEEP_S if pinned else 0.0)
     (actor,) = actors(ledger, "a")
     ledger.evals.request(1, 0, 1)
-    publish(ledger, 1)
+    publish(ledger, VersionRef(1, 1))
     (lease,) = evals_of(actor)
     actor.finish(lease, versions=[(1, 0), (1, 1)], rewards=[1.0])
 
@@ -127,7 +122,7 @@ def test_another_actor_with_the_version_takes_over_from_one_that_dies():
     dying, other = actors(ledger, "dying", "other")
     ledger.evals.request(1, 0, 2)
     (lost,), (held,) = evals_of(dying), evals_of(other)
-    publish(ledger, 1)
+    publish(ledger, VersionRef(1, 1))
     ledger.evict("dying", 1.0)
     ledger.tick(1.0)
 
@@ -146,7 +141,7 @@ def test_an_evaluation_whose_version_is_lost_starts_again_as_a_whole_with_a_newe
     done, left = evals_of(dying, 2)
     dying.finish(done, rewards=[1.0])
     late = dying.group(left)
-    publish(ledger, 1)
+    publish(ledger, VersionRef(1, 1))
     newer.install(1)
     assert evals_of(newer) == []
     ledger.evict("dying", 1.0)
@@ -166,7 +161,7 @@ def test_answers_that_are_discarded_again_and_again_do_not_give_a_prompt_up():
     ledger = make_ledger()
     (actor,) = actors(ledger, "a")
     ledger.evals.request(1, 0, 1)
-    publish(ledger, 1)
+    publish(ledger, VersionRef(1, 1))
     for _ in range(5):  # an actor that installs while it answers
         (lease,) = evals_of(actor)
         actor.finish(lease, versions=[(1, 0), (1, 1)], rewards=[1.0])
@@ -180,7 +175,7 @@ def test_an_evaluation_that_started_again_has_all_its_time_for_the_next_version(
     dying, newer = actors(ledger, "dying", "newer")
     ledger.evals.request(1, 0, 1)
     evals_of(dying)
-    publish(ledger, 1)
+    publish(ledger, VersionRef(1, 1))
     newer.install(1)
     ledger.tick(0.0)
     ledger.evict("dying", 1.0)
@@ -197,7 +192,7 @@ def test_an_actor_that_moved_on_gives_its_leases_back_to_the_evaluation():
     (actor,) = actors(ledger, "a")
     ledger.evals.request(1, 0, 1)
     (lease,) = evals_of(actor)
-    publish(ledger, 1)
+    publish(ledger, VersionRef(1, 1))
     actor.install(1)
     (revoked,) = ledger.tick(1.0)
 
@@ -220,7 +215,7 @@ def test_an_evaluation_that_delays_a_newer_version_for_too_long_ends_with_what_i
     ledger.tick(500.0)
     assert not ledger.evals.get(1).done, "nothing newer waits: it may take its time"
 
-    publish(ledger, 1)
+    publish(ledger, VersionRef(1, 1))
     ledger.tick(501.0)
     for now in (501.0 + keep_s - 1, 501.0 + keep_s):
         assert not ledger.evals.get(1).done

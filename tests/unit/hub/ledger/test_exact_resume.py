@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from learner.hub.context.run_log import RunLog
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.setup import open_ledger
-from learner.hub.shared.run_log import RunLog
 from learner.hub_client.settings import hub_settings
 from streamrl.messages import VersionRef
 from tests.unit.config.test_setting_effects_ledger import config_of
@@ -71,7 +71,7 @@ class Player:
                     for lease in list(self.actor.leases.values())[:2]:
                         self.actor.finish(lease, self.now)
                     batch = cut(self.ledger)
-            assert batch is not None, self.ledger.why_waiting(self.now)
+            assert batch is not None, self.ledger.wait_reason(self.now)
             self.trained.append([self.records[group.group_id] for group in batch])
             end_batch(self.ledger, self.ledger.version + 1)
             publish(self.ledger, VersionRef(self.epoch, self.ledger.version))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from learner.hub.ledger.actors import PROBATION, PROBATION_S
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.actor import MAX_LEASES
-from learner.hub.ledger.tables.actors import PROBATION, PROBATION_S
 from streamrl.messages import RejectReason
-from tests.unit.hub.factories import FakeActor, make_ledger, restart, train
+from tests.unit.hub.factories import FakeActor, end_batch, make_ledger, publish, restart, train
 
 GROUP_S = 2.0
 
@@ -49,9 +49,9 @@ def steps_in(
                 everyone[name].leases[lease.ref] = lease
                 due += [(now + GROUP_S, everyone[name], lease)] if everyone[name] in honest else []
         while ledger.cut_batch(ledger.version) is not None:
-            ledger.trained(ledger.version + 1, False)
+            end_batch(ledger, ledger.version + 1)
             steps.append(now)
-            ledger.versions.published(ledger.versions.ref)
+            publish(ledger, ledger.versions.ref)
             for actor in (*honest, *hoarders):
                 actor.install(ledger.version, now)
         ledger.check()
@@ -73,7 +73,7 @@ def test_hoarders_hold_a_run_up_for_their_probation_only(slots: int, num_hoarder
     assert max(after - before for before, after in zip([0.0, *steps], steps, strict=False)) < PROBATION_S + 5 * GROUP_S
     assert sum(at > PROBATION_S + 5 * GROUP_S for at in steps) >= 40, "and then as if the hoarders were not there"
     assert all(ledger.num_leases(one.actor_id) == 0 for one in hoarders)
-    assert "others waited for it" in ledger.what_it_does("hoarder-0", 0.0)
+    assert "others waited for it" in ledger.actor_status("hoarder-0", 0.0)
 
 
 def test_a_new_name_beside_actors_that_have_delivered_gets_one_lease_and_then_twice_as_many():

@@ -14,7 +14,7 @@ import pytest
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState
 from streamrl.messages import VersionRef
-from tests.unit.hub.factories import FakeActor, make_ledger, settings, train
+from tests.unit.hub.factories import FakeActor, end_batch, make_ledger, publish, settings, train
 from tests.unit.hub.simulator import World, derived_bound
 
 CASES = [
@@ -179,11 +179,11 @@ def test_a_forced_lag_holds_the_last_batches_back_no_longer_than_there_are_group
     for lease in leases[:-1]:
         actor.finish(lease)
     assert len(leases) == 6 and ledger.cut_batch(0) is None
-    assert "5 of 6 groups are there" in ledger.why_waiting(0.0)
+    assert "5 of 6 groups are there" in ledger.wait_reason(0.0)
     actor.finish(leases[-1])
     assert ledger.cut_batch(0) and ledger.cut_batch(1) is None  # nothing ahead: version 1 has generated nothing yet
-    ledger.trained(1, False, "")
-    ledger.versions.published(VersionRef(1, 1))
+    end_batch(ledger, 1)
+    publish(ledger, VersionRef(1, 1))
     actor.install(1)
     for lease in actor.ask():
         actor.finish(lease)
@@ -303,10 +303,10 @@ def test_under_wait_a_slow_group_is_waited_for_and_trained_at_lag_eta():
                 quick.finish(lease)
             if ledger.cut_batch(version) is None:
                 waited += 1
-                assert f"group 0 (prompt {first.prompt_index}, attempt 0) is with actor a1" in ledger.why_waiting(0.0)
+                assert f"group 0 (prompt {first.prompt_index}, attempt 0) is with actor a1" in ledger.wait_reason(0.0)
                 break
-            ledger.trained(version + 1, False, "")
-            ledger.versions.published(VersionRef(1, version + 1))
+            end_batch(ledger, version + 1)
+            publish(ledger, VersionRef(1, version + 1))
             quick.install(version + 1)
         result = slow.finish(first).kind
         outcomes[mode] = (waited, result, ledger.counters()["num_groups_stale"])

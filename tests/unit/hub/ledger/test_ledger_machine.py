@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from learner.hub.ledger.ledger import LedgerSettings
 from tests.unit.hub.factories import settings
 from tests.unit.hub.simulator import FAULTS, MOVES, SHAPES, World
+from tests.unit.hub.survival import check_restored
 
 SEED = int(os.environ.get("STREAMRL_SEED", "20"))
 NUM_WALKS, FEW_WALKS = int(os.environ.get("STREAMRL_NUM_WALKS", "400")), 120
@@ -87,6 +88,11 @@ class LedgerMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.check()
 
+    @invariant()
+    def log_and_checkpoint_give_the_live_ledger(self):
+        if hasattr(self, "world"):
+            check_restored(self.world)
+
     def teardown(self):
         if not hasattr(self, "world"):
             return
@@ -131,7 +137,7 @@ def walk(number: int, num_events: int) -> World:
     youngest_first = tight or rng.random() < 0.4  # old groups are overtaken as often as the window allows
     for name in names:
         world.join(name)
-    for _ in range(num_events):
+    for event in range(num_events):
         if rng.random() < fault_rate:
             world.fault(rng.choice(FAULTS), rng.choice(names), rng.randrange(6))
         elif rng.random() < 0.1:
@@ -141,6 +147,8 @@ def walk(number: int, num_events: int) -> World:
             pick = -1 if youngest_first and rng.random() < 0.9 else rng.randrange(6)
             world.move(rng.choice(names), rng.choice(MOVES), pick, shape)
         world.check()
+        if event % 40 == 39:
+            check_restored(world)
     return world
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from learner.hub.ledger.actors import LOST_AFTER
 from learner.hub.ledger.ledger import Ledger
-from learner.hub.ledger.tables.actors import LOST_AFTER
 from streamrl.messages import RejectReason
 from tests.unit.hub.factories import FakeActor, make_ledger
 

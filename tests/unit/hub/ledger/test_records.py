@@ -16,13 +16,13 @@ from streamrl.errors import DataChangedError, TaskError
 from streamrl.messages import TO_ACTOR, Lease, Leases, Limits, Sampling, VersionRef
 from streamrl.messages.actors import MAX_RECORD_BYTES
 from streamrl.messages.codec import Decoder, encode
-from tests.unit.hub.factories import STEADY, FakeActor, ledger_arguments, settings, train
+from tests.unit.hub.factories import STEADY, FakeActor, ledger_arguments, publish, settings, train
 
 
 def ledger_of(num_records: int, record: Callable[[int], bytes], **changes: object) -> Ledger:
     prompts = PromptStream(num_records, seed=7, record=record, shuffle=False)
     ledger = Ledger(settings(**changes), **ledger_arguments(prompts=prompts))
-    ledger.versions.published(VersionRef(1, 0))
+    publish(ledger, VersionRef(1, 0))
     return ledger
 
 

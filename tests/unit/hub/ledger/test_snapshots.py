@@ -5,18 +5,15 @@ from __future__ import annotations
 import pytest
 
 from learner.hub.ledger.ledger import Ledger
-from learner.hub.ledger.tables.groups import GroupState
 from streamrl.errors import CheckpointError
 from streamrl.messages import Lineage, RejectReason, VersionRef
 from streamrl.stream.records import GroupArrived
 from tests.unit.hub.factories import (
     FakeActor,
-    cut,
-    end_batch,
-    held_groups,
     ledger_arguments,
     log_of,
     make_ledger,
+    publish,
     restart,
     settings,
     sync,
@@ -78,88 +75,6 @@ def test_a_checkpoint_that_failed_is_covered_by_the_next_one():
         ledger.saved(1)
 
 
-@pytest.mark.parametrize("from_checkpoint", [True, False])
-def test_a_trained_group_is_never_trained_again_after_a_restart(from_checkpoint):
-    ledger, actor, leases = started()
-    state = ledger.freeze(0)
-    group = actor.group(leases[0])
-    actor.send(group)
-    train(ledger)
-    end = log_of(ledger)[-1][0]  # on the disk, but the hub died before its DURABLE went out
-
-    successor = actor.ledger = restart(ledger, ledger.freeze(1) if from_checkpoint else state, upto=end)
-    result = actor.join()
-
-    assert successor.version == 1
-    assert result.durable_upto == 1 and actor.outbox == {}
-    assert actor.send(group).kind == "repeat"
-
-
-@pytest.mark.parametrize("with_snapshot", [True, False])
-def test_a_held_group_whose_record_is_on_the_disk_is_trained_after_a_crash_though_its_actor_forgot_it(with_snapshot):
-    ledger, actor, leases = started()
-    state = ledger.freeze(0) if with_snapshot else None
-    group = actor.group(leases[0], rewards=[0.25, 0.5])
-    actor.send(group)
-    before = held_groups(ledger)
-    sync(ledger)
-    actor.take_acks()
-    assert actor.outbox == {}
-
-    successor = restart(ledger, state, upto=log_of(ledger)[-1][0])
-
-    assert held_groups(successor) == before
-    assert train(successor) == [0]
-
-
-@pytest.mark.parametrize("equal", [True, False])
-def test_the_steps_after_a_checkpoint_are_in_the_log_and_none_is_lost(equal):
-    ledger, actor, leases = started()
-    state = ledger.freeze(0)
-    actor.finish(leases[0])
-    train(ledger)
-    actor.install(1)
-    actor.finish(leases[1])
-    assert [group.group_id for group in cut(ledger)] == [1]  # its step never ended
-
-    successor = actor.ledger = restart(ledger, state, upto=log_of(ledger)[-1][0], equal=equal, publishes=False)
-
-    assert successor.version == 1 and successor.versions.learner_epoch == (1 if equal else 2)
-    assert successor.versions.known(1, 2), "it is trained again before anything else: these weights come back"
-    end_batch(successor, 2)
-    assert [(row.group_id, row.state) for row in successor.groups.settled.values()] == [
-        (0, GroupState.TRAINED), (1, GroupState.TRAINED)
-    ]
-    actor.join()
-    assert actor.ref == VersionRef(1, 1) and actor.ask() != []
-
-
-def test_what_was_accepted_and_is_not_in_the_log_is_sent_again_and_trained():
-    ledger, actor, leases = started()
-    state = ledger.freeze(0)
-    groups = [actor.group(lease) for lease in leases]
-    for group in groups:
-        actor.send(group)
-
-    successor = actor.ledger = restart(ledger, state)
-    actor.join()
-
-    assert [actor.send(group).kind for group in groups] == ["accepted", "accepted"]
-    assert train(successor) == [0]
-
-
-def test_held_groups_and_their_bytes_survive():
-    ledger, actor, leases = started()
-    actor.finish(leases[0], rewards=[0.25, 0.5])
-    before = held_groups(ledger)
-    ledger.cut_batch(0)  # a batch that is cut counts as held if the log does not have it
-
-    successor = restart(ledger, ledger.freeze(0))
-
-    assert held_groups(successor) == before
-    assert train(successor) == [0]
-
-
 def test_tokens_of_a_dead_branch_are_refused_and_the_lineage_says_why():
     ledger, actor, leases = started()
     state = ledger.freeze(0)
@@ -184,7 +99,7 @@ def test_a_version_that_was_published_but_not_in_the_checkpoint_is_a_dead_branch
     ledger, actor, leases = started()
     actor.finish(leases[0])
     ledger.cut_batch(0)
-    ledger.versions.published(VersionRef(1, 1))
+    publish(ledger, VersionRef(1, 1))
 
     successor = restart(ledger, ledger.freeze(0))
 
@@ -200,19 +115,6 @@ def test_an_actor_that_holds_surviving_weights_goes_on_under_their_old_name():
 
     assert actor.ref == VersionRef(1, 0)
     assert actor.finish(leases[0]).kind == "accepted"
-
-
-def test_no_burst_follows_a_restart():
-    ledger, actor, leases = started(groups_per_batch=2)
-    for lease in leases:
-        actor.finish(lease)
-    train(ledger)
-
-    actor.ledger = restart(ledger, ledger.freeze(1))
-    actor.leases, actor.ref = {}, VersionRef(2, 1)
-    actor.join()
-
-    assert len(actor.ask()) == 2  # (eta + n + 1) * B = 6 groups, of which 2 trained and 2 held
 
 
 def test_leases_wait_a_moment_for_their_actors_then_go_to_others():
@@ -275,26 +177,6 @@ def test_an_actor_that_returns_in_time_keeps_its_leases():
 
     assert result.held == tuple((lease.ref, True) for lease in leases)
     assert actor.finish(leases[1]).kind == "accepted"
-
-
-def test_a_fenced_incarnation_stays_fenced_over_a_restart():
-    ledger, old, _ = started()
-    FakeActor(ledger, "a1", incarnation=12).join(1.0)
-
-    old.ledger = restart(ledger, ledger.freeze(0))
-
-    assert old.join().stop.exit_code == 3
-
-
-def test_numbers_that_the_sender_forgot_do_not_hold_the_low_water_mark_down():
-    ledger, actor, leases = started()
-    state = ledger.freeze(0)
-    actor.finish(leases[0], versions=[(1, 9)])  # rejected, hence forgotten by its sender
-    actor.take_acks()
-
-    actor.ledger = restart(ledger, state)
-
-    assert actor.join().settled_upto == 1
 
 
 def test_everything_saved_is_forgotten_so_the_tables_stay_small():

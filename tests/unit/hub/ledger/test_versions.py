@@ -37,7 +37,7 @@ def test_versions_only_go_up():
     versions = Versions(2, 5, [])
     for ref in (VersionRef(2, 4), VersionRef(1, 9)):
         with pytest.raises(ValueError, match="versions only go up"):
-            versions.published(ref)
+            versions.check_next(ref)
 
 
 def test_the_first_known_version_is_named_in_the_epoch_that_made_it():

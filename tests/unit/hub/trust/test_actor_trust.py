@@ -8,15 +8,15 @@ import time
 import numpy as np
 import pytest
 
+from learner.hub.counters.observer import Arrival
 from learner.hub.handlers.control import sentences
 from learner.hub.ledger.tables.groups import GroupState
-from learner.hub.observe.observer import Arrival
 from learner.hub.trust.actor_trust import NUM_LEAST_TOKENS, NUM_LOOKS, ActorTrust
 from learner.hub.trust.judge import NUM_LEAST
 from streamrl.config.schema import TrustConfig
 from streamrl.messages import EVAL_BIT, Agreement, Group, Outcome, ReturnReason, Sampling, Stop, StopReason, Welcome
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
-from tests.unit.hub.factories import FakeActor, held_groups, hello_of, make_ledger, member, train
+from tests.unit.hub.factories import FakeActor, end_batch, held_groups, hello_of, make_ledger, member, train
 
 pytestmark = pytest.mark.timeout(60)
 LIMIT = 8.0
@@ -185,7 +185,7 @@ def test_what_a_distrusted_actor_delivered_is_generated_again_by_others():
     assert again[held.group_id].seeds == held.seeds and again[held.group_id].attempt == 1
     for lease in again.values():
         assert honest.finish(lease, 1.0).kind == "accepted"
-    ledger.trained(1, False)
+    end_batch(ledger, 1)
     assert train(ledger) == [held.group_id]
     ledger.check()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from learner.hub.shared.settings import HubSettings, write_settings
+from learner.hub.context.settings import HubSettings, write_settings
 from streamrl.parent_watch import program
 from streamrl.processes import Child
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from learner.hub import server
-from learner.hub.observe.episode_failures import NUM_FIRST, EpisodeFailures
-from learner.hub.observe.observer import Arrival
+from learner.hub.counters.episode_failures import NUM_FIRST, EpisodeFailures
+from learner.hub.counters.observer import Arrival
 from streamrl.errors import TaskError
 from streamrl.messages import (
     NUM_FAILED_EPISODES,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.hub.shared.broadcaster_process import START_S, BroadcasterProcess, BroadcasterWatch
-from learner.hub.shared.settings import HubSettings
+from learner.hub.context.broadcaster_process import START_S, BroadcasterProcess, BroadcasterWatch
+from learner.hub.context.settings import HubSettings
 from streamrl.messages import Announce, BroadcastDocument, IpcBufferTicket
 from tests.unit.hub.broadcast_harness import ScriptedBroadcaster, until
 

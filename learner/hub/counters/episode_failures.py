@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from learner.hub.observe.observer import Arrival, Observer
+from learner.hub.counters.observer import Arrival, Observer
 from streamrl.messages import MemberStatus, ReturnReason
 from streamrl.messages.printable import printable
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from learner.hub.counters.observer import Arrival, Observer
 from learner.hub.ledger.tables.filters import dropped_by
-from learner.hub.observe.observer import Arrival, Observer
 from streamrl.messages import EVAL_BIT, MemberStatus
 from streamrl.metrics.hub_names import ARRIVED
 

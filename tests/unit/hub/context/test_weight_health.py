@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner.hub.shared.weight_server import WeightHealthTable
+from learner.hub.context.weight_server import WeightHealthTable
 from streamrl.messages import Probed, VersionRef
 
 V1, V2, V3 = VersionRef(1, 1), VersionRef(1, 2), VersionRef(1, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from learner.hub.observe.observer import Observer
+from learner.hub.counters.observer import Observer
 from streamrl.messages import SANDBOX_LEVEL, Hello
 from streamrl.metrics.summary import WEAK_SANDBOX
 

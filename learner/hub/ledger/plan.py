@@ -44,14 +44,16 @@ def plan_batch(groups: Sequence[HeldGroup], num_ranks: int, num_minibatches: int
 
 
 def share_batch(
-    groups: Sequence[HeldGroup], version: int, dp_ranks: Sequence[int], num_minibatches: int = 1
+    groups: Sequence[HeldGroup], version: int, dp_ranks: Sequence[int], num_minibatches: int = 1,
+    plan: tuple[PlanRow, ...] | None = None,
 ) -> list[BatchShare]:
     """Divide a batch into every rank's share; ranks of one data-parallel rank get the same groups.
 
     Args:
         dp_ranks: the data-parallel rank of every rank.
+        plan: of the batch for these ranks; None makes it.
     """
-    rows = tuple(plan_batch(groups, max(dp_ranks) + 1, num_minibatches))
+    rows = plan if plan is not None else tuple(plan_batch(groups, max(dp_ranks) + 1, num_minibatches))
     dp_rank_of = {row.group_id: row.rank for row in rows}
     shares = [
         [group for group in groups if dp_rank_of.get(group.group_id) == dp_rank] for dp_rank in range(max(dp_ranks) + 1)

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from learner.hub.context.connections import Connections
+from learner.hub.context.run_log import RunLog
+from learner.hub.context.settings import HubSettings
+from learner.hub.context.weight_server import WeightServer
+from learner.hub.counters.actor_load import ActorLoads, SandboxLevels
+from learner.hub.counters.arrivals import Arrivals
+from learner.hub.counters.episode_failures import EpisodeFailures
+from learner.hub.counters.hung_calls import HungCalls
+from learner.hub.counters.observer import Observer
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.liveness.ranks import RankWatch
-from learner.hub.observe.actor_load import ActorLoads, SandboxLevels
-from learner.hub.observe.arrivals import Arrivals
-from learner.hub.observe.episode_failures import EpisodeFailures
-from learner.hub.observe.hung_calls import HungCalls
-from learner.hub.observe.observer import Observer
-from learner.hub.shared.connections import Connections
-from learner.hub.shared.run_log import RunLog
-from learner.hub.shared.settings import HubSettings
-from learner.hub.shared.weight_server import WeightServer
 from learner.hub.trust.actor_trust import ActorTrust
 from streamrl.config.schema import PromptOverflow
 from streamrl.messages import PROTOCOL, Message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from learner.hub.observe.observer import Observer
+from learner.hub.counters.observer import Observer
 from streamrl.messages import ANSWERED_STEPS, HUNG_CALLS, SLOW_CALL_S, SLOW_CALLS, SLOWEST_CALL_S
 
 REPEAT_S = 60.0

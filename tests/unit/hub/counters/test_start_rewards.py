@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from learner.hub.counters.arrivals import Arrivals, all_dropped, all_equal
+from learner.hub.counters.observer import Arrival
 from learner.hub.ledger.tables.filters import accuracy_range, zero_std
-from learner.hub.observe.arrivals import Arrivals, all_dropped, all_equal
-from learner.hub.observe.observer import Arrival
 from streamrl.messages import VersionRef
 from tests.unit.hub.factories import FakeActor, make_ledger
 
@@ -69,6 +69,6 @@ def test_a_wait_says_how_many_groups_its_filter_dropped_since_the_last_batch(kee
         actor.finish(lease, rewards=[0.0, 0.0])
         num += 1
 
-    assert f"0 of 1 groups are there, 3 more were dropped by filter.{setting}; " in ledger.why_waiting(0.0)
+    assert f"0 of 1 groups are there, 3 more were dropped by filter.{setting}; " in ledger.wait_reason(0.0)
     ledger.cutter.counts_at_cut = ledger.counts.copy()
-    assert "dropped" not in ledger.why_waiting(0.0)
+    assert "dropped" not in ledger.wait_reason(0.0)

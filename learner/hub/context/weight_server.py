@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 import zmq
 
-from learner.hub.shared.settings import HubSettings
+from learner.hub.context.settings import HubSettings
 from streamrl.errors import WeightsError
 from streamrl.messages import Base, Installed, InstallSource, Layout, Manifest, Offer, Probed, Publish, VersionRef
 from streamrl.transport.authentication import Authenticator

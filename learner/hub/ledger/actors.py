@@ -7,11 +7,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
+from learner.hub.ledger.apply import commit
+from learner.hub.ledger.lifecycle import GroupLifecycle
 from learner.hub.ledger.tables.actor import Actor, LeaseShares
 from learner.hub.ledger.tables.dedup import DedupEntry
 from learner.hub.ledger.tables.evals import EvalTable
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState, GroupTable, OpenLease
-from learner.hub.ledger.tables.lifecycle import GroupLifecycle
 from streamrl.messages import EVAL_BIT, ActorHeartbeat, LeaseRef
 from streamrl.stream.records import GroupMoved
 
@@ -84,15 +85,13 @@ class ActorTable:
 
     def lease(self, actor: Actor, record: GroupRecord, attempt: int, members: tuple[int, ...], now: float) -> None:
         """Give a READY group to this actor."""
-        record.first_granted_at = now if record.first_granted_at is None else record.first_granted_at
-        record.holder = ""
-        record.max_lag = max(record.max_lag, self._lifecycle.lag.rule.max_lag)  # later lowering does not apply to it
-        self._lifecycle.groups.move(record, GroupState.LEASED)
-        actor.train.leases[record.group_id] = record.lease_to(actor.actor_id, attempt, members, now)
-        self._lifecycle.journal.append(GroupMoved(
+        commit(self._lifecycle.state, GroupMoved(
             record.group_id, GroupState.LEASED, actor_id=actor.actor_id, attempt=attempt, members=members,
-            max_lag=record.max_lag,
+            # A bound that is lowered later does not apply to it.
+            max_lag=max(record.max_lag, self._lifecycle.lag.rule.max_lag),
         ))
+        record.first_granted_at = now if record.first_granted_at is None else record.first_granted_at
+        record.lease = actor.train.leases[record.group_id] = OpenLease(attempt, actor.actor_id, members, now, now)
         self.shares.touch(actor)
 
     def detach(self, record: GroupRecord, *, revoke: bool) -> None:
