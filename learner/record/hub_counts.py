@@ -6,8 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
-from streamrl.metrics.hub_names import ARRIVED
-from streamrl.metrics.names import METRICS
+from streamrl.metrics.names import ARRIVED, METRICS
 
 _RENAMED = {
     "num_groups_stale": "stale", "num_duplicates_dropped": "duplicate", "num_dropped_accuracy_range": "accuracy",

@@ -22,9 +22,8 @@ from streamrl.config.schema import Config, EvalConfig, ObjectivesConfig
 from streamrl.messages import EvalResult, HubStatus
 from streamrl.metrics.eval_scores import Estimate, estimates
 from streamrl.metrics.files import append_lines, if_it_can_be_written, write_atomic
-from streamrl.metrics.hub_names import ARRIVED
 from streamrl.metrics.meter import Meter
-from streamrl.metrics.names import member, of_set
+from streamrl.metrics.names import ARRIVED, member, of_set
 from streamrl.metrics.run_record import read_metrics
 from streamrl.metrics.samples import Sample
 from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, TrackedRun

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,32 +82,3 @@ def _estimate(values: Sequence[float]) -> Estimate:
         return Estimate(mean, math.nan, count)
     variance = sum((value - mean) ** 2 for value in values) / (count - 1)
     return Estimate(mean, math.sqrt(variance / count), count)
-
-
-def score_errors(rows: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float], list[float]]:
-    """Steps, scores and standard errors of a run's evaluations; errors are 0 where they cannot be known.
-
-    A measured error (`eval/score_stderr`) is taken as it is. Without one it is that of a share, sqrt(p (1 - p) / n):
-    exact for scores of 0 and 1, and an upper bound for anything between.
-    """
-    per_batch = steps_per_batch(rows)
-    rows = [row for row in rows if "eval/score" in row]
-    errors = []
-    for row in rows:
-        score, num = row["eval/score"], row.get("eval/num_prompts", 0)
-        known = num > 0 and 0 <= score <= 1
-        errors.append(row.get("eval/score_stderr", math.sqrt(score * (1 - score) / num) if known else 0.0))
-    return [step_of(row, "eval/score", per_batch) for row in rows], [row["eval/score"] for row in rows], errors
-
-
-def step_of(row: Mapping[str, Any], key: str, per_batch: int) -> int:
-    """The step whose weights a value measures: of an evaluation that of its version, however late it arrived."""
-    version = row.get(f"{key.rpartition('/')[0]}/version") if key.startswith("eval/") else None
-    return int(row["step"] if version is None else version // per_batch)
-
-
-def steps_per_batch(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Versions of each step of a run, from its newest row that tells."""
-    told = ((row["run/version"], row["step"]) for row in reversed(rows) if row.get("run/version") and row["step"])
-    version, step = next(told, (1, 1))
-    return max(1, int(version // step))

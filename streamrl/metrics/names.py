@@ -7,15 +7,174 @@ in `/*` and hold the keys whose last part comes from data: a task's reward parts
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 
-from streamrl.metrics.hub_names import HUB_METRICS
-from streamrl.metrics.metric import NEEDS, Metric, Reduction, section
+ARRIVED = "arrived_"
+"""Prefix of the hub's sums over what arrived: a row of metrics holds the means of its step, not the sums."""
 
-__all__ = [
-    "METRICS", "SECTIONS", "Metric", "Reduction", "lookup", "markdown_page", "member", "of_set",
-]
 
+class Reduction(Enum):
+    """The reduction of one step's values to one number; all but `last` work on sums and counts, never on means."""
+
+    mean = "mean"  # sum of value * weight over sum of weight
+    sum = "sum"
+    max = "max"
+    last = "last"  # the newest value; of several ranks, the lowest rank's
+    std = "std"  # population standard deviation, from count, sum and sum of squares
+    ess = "ess"  # (sum w)^2 / (n * sum w^2), the normalized effective sample size
+    histogram = "histogram"  # count per integer bin
+    mean_by_bin = "mean by bin"  # weighted mean per integer bin
+    percentile = "percentile"  # derived from a histogram when the step ends; cannot be added to
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the list; `key` ends in `/*` for a family.
+
+    `needs` names the condition in `NEEDS` under which a run writes it; empty: every run does.
+    """
+
+    key: str
+    unit: str
+    reduction: Reduction
+    meaning: str
+    needs: str = ""
+
+
+def section(*rows: tuple[str, ...], needs: str = "") -> list[Metric]:
+    """Rows of key, unit, reduction, meaning and perhaps a condition; `needs` is that of the rows without one."""
+    return [
+        Metric(key, unit, Reduction(reduction), meaning, condition[0] if condition else needs)
+        for key, unit, reduction, meaning, *condition in rows
+    ]
+
+
+NEEDS = {
+    "eval": "`eval.num_samples` > 0",
+    "responses": "`eval.num_responses` > 1",
+    "archive": "evaluation, and two or more `objectives.components`",
+    "hypervolume": "the same, and `objectives.reference_point` of two to four",
+    "audit": "`trust.audit_share` > 0, in steps with audited tokens",
+    "siblings": "`rollout.num_responses_per_prompt` > 1",
+    "reweight": "`staleness.mode=reweight`",
+    "mask_old": "`staleness.mode=mask_old_tokens`",
+    "sets": "`rollout.train.sampling.top_p`, `top_k` or `min_p`",
+    "trace": "an estimator with token traces",
+    "critic": "an estimator with a critic",
+    "rho_bar": "`advantage.rho_bar_ess_target`",
+    "veto": "`loss.veto_low`, `loss.veto_high` or `loss.veto_kl`",
+    "opsm": "`loss.opsm_delta`",
+    "zscore": "`loss.zscore_bound`",
+    "correction": "`loss.correction`",
+    "gradient_cosine": "`learner.gradient_cosine`",
+    "kl": "`kl.mode`",
+    "reference": "`kl.mode` or `constraint.kl_limit`",
+    "distill": "`distill.teacher`",
+    "supervised": "`streamrl sft`, `dpo` or `train-reward-model`; not all of them",
+    "entropy_bonus": "`loss.entropy_coef` > 0 or `entropy.adapt=coef`",
+    "clip_high": "`entropy.adapt=clip_high`",
+    "shadow": "`shadow.algorithms`",
+    "gpu": "a learner on a GPU",
+    "gpu_transport": "`nccl` or `ipc` in `publish.transports`",
+}
+"""Conditions on the settings of a run, in words; tests/contract/conditions.py has them as code, for launched runs."""
+
+_OF_HUB = section(
+    ("hub/num_actors", "actors", "last", "Connected actors."),
+    ("hub/num_groups_queued", "groups", "last", "Finished groups that wait to be trained on."),
+    ("hub/num_leases_open", "leases", "last", "Leases at the actors now."),
+    ("hub/num_groups_leased", "groups", "last", "Leases granted since the hub began."),
+    ("hub/num_groups_accepted", "groups", "last", "Groups accepted since the hub began."),
+    ("hub/num_groups_trained", "groups", "last", "Groups trained on since the hub began."),
+    ("hub/num_groups_stale", "groups", "last", "Groups refused for their lag since the hub began."),
+    ("hub/num_duplicates_dropped", "groups", "last", "Repeated deliveries dropped since the hub began."),
+    ("hub/num_leases_reissued", "leases", "last", "Leases given to another actor since the hub began."),
+    ("hub/num_leases_retried", "leases", "last", "Of those, because episodes failed in their environment."),
+    ("hub/num_episodes_failed", "episodes", "last", "Episodes that failed in their environment, in either split."),
+    ("hub/sandbox_level", "level", "last", "Lowest sandbox level of any actor; 0: no programs ran."),
+    ("hub/num_actor_restarts", "actors", "last", "New incarnations of known actors since the hub began."),
+    ("hub/num_installs", "installs", "last", "Versions that actors made live since the hub began."),
+    ("hub/num_install_failures", "installs", "last", "Versions that actors refused since the hub began."),
+    ("hub/num_installs_shm", "installs", "last", "Of those, by shared memory."),
+    ("hub/num_installs_zmq", "installs", "last", "Of those, by a full pull."),
+    ("hub/num_installs_zmq_delta", "installs", "last", "Of those, by a pull of what had changed."),
+    ("hub/num_installs_nccl", "installs", "last", "Of those, by broadcast between GPUs."),
+    ("hub/num_installs_ipc", "installs", "last", "Of those, through IPC buffers on the learner's GPU."),
+    ("hub/num_installs_other", "installs", "last", "Of those, over a transport of the user's own."),
+    ("hub/num_installs_same", "installs", "last", "Of those, without a transfer: the actor had the bytes."),
+    ("hub/num_bytes_pulled", "bytes", "last", "Bytes of weights and model files served by the weight socket."),
+    ("hub/num_probes", "probes", "last", "Comparisons of engines with the published weights since the hub began."),
+    ("hub/num_probe_failures", "probes", "last", "Comparisons that failed and put the actor in quarantine."),
+    ("hub/num_quarantined", "actors", "last", "Actors without leases because their engine failed its last probe."),
+    ("hub/probe_mean_difference", "nats", "last", "Worst mean log-prob difference from the learner, last probe."),
+    ("hub/probe_largest_difference", "nats", "last", "Worst actor's largest log-prob difference, last probe."),
+    ("hub/num_shut_out", "actors", "last", "Actors shut out for what they delivered, since the hub began."),
+    ("hub/num_groups_distrusted", "groups", "last", "Their groups that were generated again, since the run began."),
+    ("hub/num_tokens_audited", "tokens", "last", "Tokens scored by the version that they name, since the hub began."),
+    ("hub/num_tokens_redrawn", "tokens", "last", "Of those, tokens compared with what their seeds draw."),
+    ("hub/audit_mean_difference", "nats", "last", "Of them, the mean |log-ratio|; the worst of the actors now there."),
+    ("hub/tokens_generated", "tokens", "last", "Action tokens generated by all actors since the hub began."),
+    ("hub/eta", "batches", "last", "Allowed lead of generation, as the hub grants it."),
+    ("hub/max_lag", "steps", "last", "Bound on the head lag, as the hub applies it."),
+    ("hub/num_groups_drawn", "groups", "last", "Groups drawn from the stream of prompts since the run began."),
+    ("hub/num_groups_ready", "groups", "last", "Groups that wait for an actor."),
+    ("hub/num_groups_in_batch", "groups", "last", "Groups in the batch that is trained on now."),
+    ("hub/num_groups_completed", "groups", "last", "Groups with all members, before filters, since the run began."),
+    ("hub/num_groups_zero_std", "groups", "last", "Of those, groups of several whose rewards are all equal."),
+    ("hub/num_groups_filtered", "groups", "last", "Of those, groups that a filter dropped."),
+    ("hub/num_groups_dropped", "groups", "last", "Groups that ended untrained, for any reason, since the run began."),
+    ("hub/num_groups_partial", "groups", "last", "Groups taken with members missing, since the run began."),
+    ("hub/num_groups_overdue", "groups", "last", "Attempts ended by hub.group_deadline_s, since the run began."),
+    ("hub/num_groups_quarantined", "groups", "last", "Groups of steps that were not finite, since the run began."),
+    ("hub/num_lag_violations", "trajectories", "last", "Trajectories trained beyond the bound; 0, or it is a bug."),
+    ("hub/num_members_accepted", "trajectories", "last", "Trajectories accepted since the run began."),
+    ("hub/num_members_aborted", "trajectories", "last", "Trajectories without a result since the run began."),
+    ("hub/num_tokens_accepted", "tokens", "last", "Action tokens accepted since the run began."),
+    ("hub/num_tokens_stale", "tokens", "last", "Action tokens refused for their lag since the run began."),
+    ("hub/num_tokens_discarded", "tokens", "last", "Accepted action tokens thrown away since the run began."),
+    ("hub/num_repeats", "groups", "last", "Messages sent again and answered again since the run began."),
+    ("hub/num_evictions", "actors", "last", "Actors cut off since the run began."),
+    ("hub/num_evictions_for_strikes", "actors", "last", "Actors cut off for wrong messages since the hub began."),
+    ("hub/num_leases_expired", "leases", "last", "Leases that made no progress, since the run began."),
+    ("hub/num_leases_lost", "leases", "last", "Leases that their actor no longer knew, since the run began."),
+    ("hub/num_groups_refused_on_resume", "groups", "last", "Groups of checkpoints that could not be trained any more."),
+    ("hub/lost_on_crash", "leases", "last", "Leases of a learner before this one, whose actor did not come back."),
+    ("hub/num_eval_leases", "leases", "last", "Evaluation leases granted since the run began."),
+    ("hub/num_eval_groups", "prompts", "last", "Evaluation prompts answered since the run began."),
+    ("hub/num_eval_discarded", "answers", "last", "Answers that another version than the pinned one had a part in."),
+    ("hub/num_evals_started_again", "evaluations", "last", "Evaluations whose pinned version no actor had any more."),
+    ("hub/num_rejected_duplicate", "groups", "last", "Groups refused since the run began: delivered before."),
+    ("hub/num_rejected_stale", "groups", "last", "The same: too old."),
+    ("hub/num_rejected_version", "groups", "last", "The same: sampled by a version off the surviving history."),
+    ("hub/num_rejected_fenced", "groups", "last", "The same: from a process that another has replaced."),
+    ("hub/num_rejected_malformed", "groups", "last", "The same: breaks a rule of the protocol."),
+    ("hub/num_rejected_no_lease", "groups", "last", "The same: without a lease."),
+    ("hub/num_rejected_oversize", "groups", "last", "The same: too large."),
+    ("hub/num_rejected_finished", "groups", "last", "The same: the group has ended."),
+    ("hub/num_connections_ended", "connections", "last", "Connections that did not say who they are, and were ended."),
+    ("hub/num_sends_refused", "messages", "last", "Messages dropped because an actor reads too slowly."),
+    ("hub/num_sends_unreachable", "messages", "last", "Messages dropped because an actor was gone."),
+    ("hub/num_failed_publishes", "versions", "last", "Versions that could not be published."),
+    ("hub/mean_transfer_s", "s", "last", "Transfer of a version to an actor, mean over all installs."),
+    ("hub/mean_verify_s", "s", "last", "Checking the digests of a version, mean over all installs."),
+    ("hub/actor_s", "s", "last", "Time of all actors together, from when each was ready, since the hub began."),
+    ("hub/actor_idle_s", "s", "last", "Of that, time in which an actor's engine had no sequence to run."),
+    ("hub/actor_starved_s", "s", "last", "Of that, time in which an actor had no episode: it waited for leases."),
+    ("hub/actor_paused_s", "s", "last", "Of hub/actor_s, time in which an install kept an engine from generating."),
+    ("hub/episode_generation_s", "s", "last", "Time of all episodes together in the engines since the hub began."),
+    ("hub/episode_environment_s", "s", "last", "The same in their environments, waiting for a thread included."),
+    ("hub/env_step_p95_s", "s", "last", "95th percentile of an actor's recent environment steps; the slowest actor."),
+) + section(
+    ("hub/num_nccl_epochs", "epochs", "last", "Communicators formed and tested since the hub began."),
+    ("hub/num_nccl_broadcasts", "versions", "last", "Versions broadcast to a whole communicator."),
+    ("hub/num_nccl_given_up", "versions", "last", "Versions to be broadcast that every member pulled instead."),
+    ("hub/num_sender_restarts", "processes", "last", "Broadcaster processes that died or hung and were replaced."),
+    ("hub/num_abandoned_threads", "threads", "last", "Actors' threads that are stuck in a call of NCCL now."),
+    needs="gpu_transport",
+) + section(
+    ("hub/*", "count", "last", "Errors and refusals, counted by kind from the first on."),
+)
 SECTIONS: dict[str, list[Metric]] = {
     "Run": section(
         ("run/version", "steps", "last", "Optimizer steps done after this step."),
@@ -225,7 +384,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("throughput/wire_bytes_per_token", "bytes/token", "last", "Bytes on the wire for an action token."),
         ("actors/*", "tokens/s", "last", "Action tokens per second of an actor, by its id; of the first 32."),
     ),
-    "Hub": HUB_METRICS,
+    "Hub": _OF_HUB,
     "Dropped": section(
         ("dropped/stale", "groups", "sum", "Beyond the lag bound."),
         ("dropped/version", "groups", "sum", "Sampled by a version that is not on the surviving history."),

@@ -11,8 +11,9 @@ from typing import Any
 from streamrl.errors import ConfigError
 from streamrl.extension import did_you_mean
 from streamrl.metrics.names import lookup
+from streamrl.metrics.rows import RECENT, Rows
 from streamrl.metrics.run_record import RunRecord
-from streamrl.metrics.summary import RECENT, Summary, series
+from streamrl.metrics.summary import Summary
 
 NUMBERS = tuple(f.name for f in fields(Summary) if f.type in ("int", "float", "float | None"))
 """The fields of a summary that a run can be ranked by."""
@@ -91,7 +92,7 @@ class Objective:
             return [(int(row.get(version, row["step"])), row[self.series]) for row in rows if self.series in row]
         recent = RECENT.get(self.series, "")
         rows = [{**row, self.series: row[recent]} if recent in row else row for row in rows]
-        return list(zip(*series(rows, self.series), strict=True))
+        return list(zip(*Rows(rows).series(self.series), strict=True))
 
     def better(self, value: float, than: float) -> bool:
         return value > than if self.maximize else value < than

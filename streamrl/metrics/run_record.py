@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import CheckpointError, RunNotFoundError
-from streamrl.metrics.eval_scores import step_of, steps_per_batch
 from streamrl.metrics.files import read_lines, read_object, text_of
+from streamrl.metrics.rows import Rows
 from streamrl.metrics.sinks import parse_row
-from streamrl.metrics.summary import RECENT, SUPERVISED, Summary
+from streamrl.metrics.summary import SUPERVISED, Summary
 
 RUNNING_S = 20.0
 """A run whose hub has written nothing for so long is taken for dead."""
@@ -22,8 +22,8 @@ FAILURE = "failure.txt"
 """The file of a run directory in which a sweep says why the run failed."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunRecord:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord(Rows):
     """The record that a run left. Files that it lacks, as an older or killed run does, leave their field empty.
 
     Attributes:
@@ -39,10 +39,9 @@ class RunRecord:
     """
 
     name: str
-    rows: list[dict[str, Any]]
-    summary: Summary | None
-    config_text: str
-    overrides: list[str]
+    summary: Summary | None = None
+    config_text: str = ""
+    overrides: Sequence[str] = ()
     state: str = "finished"
     config: Mapping[str, Any] = field(default_factory=dict)
     starts: Sequence[Mapping[str, Any]] = ()
@@ -50,36 +49,6 @@ class RunRecord:
     notes: str = ""
     failure: str = ""
     damaged: Sequence[str] = ()
-    _columns: dict[str, tuple[list[int], list[Any]]] = field(default_factory=dict, repr=False, compare=False)
-
-    def keys(self) -> list[str]:
-        """Every key that some line holds, in order of appearance."""
-        return list(self._by_key())
-
-    def series(self, key: str) -> tuple[list[int], list[Any]]:
-        """Steps and values of the lines that hold `key`, evaluations at the steps that they measure; the lists are the
-        record's own."""
-        return self._by_key().get(key, ([], []))
-
-    def judged(self, key: str) -> tuple[list[int], list[Any]]:
-        """The series that a run is judged by: of means over what came in a step, those over the last answers."""
-        found = self.series(RECENT.get(key, key))
-        return found if found[0] else self.series(key)
-
-    def weights(self, key: str) -> list[float]:
-        """The number of trajectories behind each value of a mean over those that came; empty if it is not known."""
-        counts = self.series("reward/num")[1] if key in RECENT else []
-        return counts if len(counts) == len(self.series(key)[1]) else []
-
-    def _by_key(self) -> dict[str, tuple[list[int], list[Any]]]:
-        """The rows as columns, made once: a report reads some hundred of them."""
-        per_batch = steps_per_batch(self.rows)
-        for row in self.rows if not self._columns else ():
-            for key, value in row.items():
-                steps, values = self._columns.setdefault(key, ([], []))
-                steps.append(step_of(row, key, per_batch))
-                values.append(value)
-        return self._columns
 
     @property
     def kind(self) -> str:
@@ -128,8 +97,8 @@ def read_run(run_dir: str | os.PathLike[str], *, max_rows: int | None = None) ->
         except CheckpointError as error:
             damaged.append(str(error))
     return RunRecord(
+        read_metrics(path, damaged) if max_rows is None else read_some_metrics(path, max_rows, damaged),
         name=root.resolve().name,
-        rows=read_metrics(path, damaged) if max_rows is None else read_some_metrics(path, max_rows, damaged),
         summary=summary,
         config_text=text_of(root / "config.yaml"),
         overrides=_overrides(root),

@@ -13,14 +13,12 @@ from typing import Any
 
 from streamrl.errors import CheckpointError
 from streamrl.metrics.diagnosis import diagnosis_of, learner_idle
-from streamrl.metrics.eval_scores import score_errors, step_of, steps_per_batch
 from streamrl.metrics.files import read_object_of, write_atomic
+from streamrl.metrics.rows import Rows
 from streamrl.metrics.text import compact, duration, with_error
 
 REISSUED_SHARE = 0.02
 """The share of reissued leases, of all groups, from which they are worth a line in the terminal."""
-RECENT = {"reward/mean": "reward/recent", "score/mean": "score/recent"}
-"""Means over what came in one step, be it one answer, and what a run is judged by: those over the last answers."""
 SUPERVISED = {"sft": "SFT", "dpo": "DPO", "train-reward-model": "reward model"}
 """Trainers other than RL, by their commands."""
 MEASURED = {
@@ -176,31 +174,30 @@ class Summary:
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Problems of a run that went on in spite of them: an evaluation that fell, noise for rewards or values."""
-    found = []
-    _, scores, errors = score_errors(rows)
+    found, table = [], Rows(rows)
+    _, scores, errors = table.evaluations()
     if len(scores) > 1 and scores[0] - scores[-1] > 2 * math.hypot(errors[0], errors[-1]):
         before, after = with_error(scores[0], errors[0]), with_error(scores[-1], errors[-1])
         found.append(f"evaluation fell from {before} to {after}; lower policy.optimizer.lr")
-    spreads, means = series(rows, "reward/std")[1], series(rows, "reward/mean")[1]
+    spreads, means = table.values("reward/std"), table.values("reward/mean")
     if len(spreads) >= ENOUGH_STEPS and not any(spreads) and min(means) == max(means):
         found.append(f"every reward was {compact(means[0])}: equal rewards teach nothing; see streamrl samples")
-    longest = _longest(rows, "critic/explained_variance", lambda value: value < 0)
+    longest = _longest(table.values("critic/explained_variance"), lambda value: value < 0)
     if longest >= STEPS_IN_A_ROW:
         found.append(f"the critic predicted worse than a constant for {longest} steps in a row: its advantages were "
                      "noise; raise critic.num_steps, or take an estimator without a critic")
-    aligned = _longest(rows, "policy/grad_cosine", lambda value: value > ALIGNED_COSINE)
+    aligned = _longest(table.values("policy/grad_cosine"), lambda value: value > ALIGNED_COSINE)
     if aligned >= STEPS_IN_A_ROW:
         found.append(f"the gradients of {aligned} steps in a row pointed along the one before (cosine above "
                      f"{ALIGNED_COSINE}): steps overshoot; lower policy.optimizer.lr or staleness.eta")
-    if last(rows, "hub/sandbox_level", 0.0) == 1.0:
+    if table.last("hub/sandbox_level", 0.0) == 1.0:
         found.append(WEAK_SANDBOX)
     return found
 
 
-def _longest(rows: Sequence[Mapping[str, Any]], key: str, holds: Callable[[float], bool]) -> int:
+def _longest(values: Sequence[float], holds: Callable[[float], bool]) -> int:
     """The most values in a row for which this holds."""
-    runs = groupby(series(rows, key)[1], key=holds)
-    return max((len(list(values)) for held, values in runs if held), default=0)
+    return max((len(list(run)) for held, run in groupby(values, key=holds) if held), default=0)
 
 
 WEAK_SANDBOX = (
@@ -226,12 +223,12 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
 
     Rates are totals over the run's wall time, so waiting and evaluation count as time.
     """
-    tokens = total_histogram(rows, "lag/token")
-    heads = total_histogram(rows, "lag/head")
-    _, scores, errors = score_errors(rows)
-    wall_s = float(last(rows, "run/wall_s", 0.0))
-    trained = int(last(rows, "run/trained_tokens", sum(series(rows, "policy/num_tokens")[1])))
-    publish = series(rows, "time/publish_s")[1]
+    table = Rows(rows)
+    tokens, heads = table.histogram("lag/token"), table.histogram("lag/head")
+    _, scores, errors = table.evaluations()
+    wall_s = float(table.last("run/wall_s", 0.0))
+    trained = int(table.last("run/trained_tokens", sum(table.values("policy/num_tokens"))))
+    publish = table.values("time/publish_s")
     per_s = 1.0 / wall_s if wall_s else 0.0
     diagnosis = diagnosis_of(rows)
     found: dict[str, Any] = {
@@ -244,16 +241,16 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
         "eval_stderr_last": errors[-1] if scores else None,
         "warnings": warnings_of(rows),
         "lag_mean": sum(k * n for k, n in tokens.items()) / max(1, sum(tokens.values())),
-        "lag_max": int(max([0, *heads, *series(rows, "lag/head_max")[1]])),
+        "lag_max": int(max([0, *heads, *table.values("lag/head_max")])),
         "num_lag_violations": sum(n for k, n in heads.items() if k > max_lag_bound),
-        **{name: int(counter_total(rows, f"hub/{name}")) for name in _COUNTERS},
+        **{name: int(table.total(f"hub/{name}")) for name in _COUNTERS},
         "trained_tokens": trained,
         "tokens_per_s_train": trained * per_s,
-        "tokens_per_s_generate": counter_total(rows, "hub/tokens_generated") * per_s,
-        "learner_wait_s": float(sum(series(rows, "time/wait_s")[1])),
+        "tokens_per_s_generate": table.total("hub/tokens_generated") * per_s,
+        "learner_wait_s": float(sum(table.values("time/wait_s"))),
         "learner_idle_fraction": learner_idle(rows),
         "diagnosis": diagnosis.text if diagnosis else "",
-        "sandbox_level": int(last(rows, "hub/sandbox_level", 0.0)),
+        "sandbox_level": int(table.last("hub/sandbox_level", 0.0)),
         "publish_s_mean": sum(publish) / len(publish) if publish else 0.0,
     }
     return Summary(run_id=run_id, max_lag_bound=max_lag_bound, device=device, dtype=dtype, seed=seed,
@@ -263,38 +260,10 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
 def results_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Results of a run that is not RL, first and last; of training the last is the mean of the last twentieth."""
     found: dict[str, float] = {}
+    table = Rows(rows)
     for name in MEASURED:
-        values = series(rows, f"supervised/{name}")[1]
+        values = table.values(f"supervised/{name}")
         if values:
             tail = values[-1:] if name.startswith("held_out") else values[-max(1, len(values) // 20) :]
             found |= {f"{name}_first": values[0], f"{name}_last": sum(tail) / len(tail)}
     return found
-
-
-def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the lines that hold `key`, evaluations at the steps that they measure."""
-    have, per_batch = [row for row in rows if key in row], steps_per_batch(rows)
-    return [step_of(row, key, per_batch) for row in have], [row[key] for row in have]
-
-
-def last(rows: Sequence[Mapping[str, Any]], key: str, default: float) -> float:
-    """The newest value of `key`."""
-    return next((row[key] for row in reversed(rows) if key in row), default)
-
-
-def counter_total(rows: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Total of a counter over the whole run; a restart of its process may have reset it to 0."""
-    total = before = 0.0
-    for value in series(rows, key)[1]:
-        total += value - before if value >= before else value
-        before = value
-    return total
-
-
-def total_histogram(rows: Sequence[Mapping[str, Any]], key: str) -> dict[int, int]:
-    """Histograms of all lines added up, bins in order."""
-    total: dict[int, int] = {}
-    for row in rows:
-        for which, count in row.get(key, {}).items():
-            total[int(which)] = total.get(int(which), 0) + count
-    return dict(sorted(total.items()))

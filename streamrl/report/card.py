@@ -6,9 +6,7 @@ import math
 from html import escape
 from pathlib import Path
 
-from streamrl.metrics.eval_scores import score_errors
 from streamrl.metrics.run_record import RunRecord
-from streamrl.metrics.summary import last
 from streamrl.metrics.text import compact, duration
 from streamrl.report import headline
 from streamrl.report.charts import line_chart
@@ -42,7 +40,7 @@ def run_text(record: RunRecord, directory: Path) -> str:
 def run_html(record: RunRecord, directory: Path) -> str:
     """The same lines, with the curves of evaluation and reward."""
     limits = shared_limits(record)
-    steps, scores, errors = score_errors(record.rows)
+    steps, scores, errors = record.evaluations()
     every = max(1, math.ceil(len(steps) / MAX_POINTS))
     steps, scores, errors = steps[::every], scores[::every], errors[::every]
     evaluation = [Curve("score", steps, scores, dots=True, errors=errors if any(errors) else ())]
@@ -54,11 +52,11 @@ def run_html(record: RunRecord, directory: Path) -> str:
 
 
 def _steps(record: RunRecord) -> str:
-    total, wall_s = record.setting("trainer.num_steps"), last(record.rows, "run/wall_s", math.nan)
+    total, wall_s = record.setting("trainer.num_steps"), record.last("run/wall_s", math.nan)
     took = f" in {duration(wall_s)}" if math.isfinite(wall_s) else ""
     return f"{record.step}" + (f" of {total}" if total else "") + took
 
 
 def _evaluation(record: RunRecord) -> str:
-    scores = score_errors(record.rows)[1]
+    scores = record.evaluations()[1]
     return f"{compact(scores[0])} → {compact(scores[-1])}, best {compact(max(scores))}" if scores else "none"

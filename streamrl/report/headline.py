@@ -9,10 +9,9 @@ from html import escape
 from pathlib import Path
 
 from streamrl.metrics.diagnosis import diagnosis_of, learner_idle
-from streamrl.metrics.eval_scores import score_errors
 from streamrl.metrics.files import in_short
 from streamrl.metrics.run_record import RunRecord
-from streamrl.metrics.summary import MEASURED, SUPERVISED, Summary, last, results_of, warnings_of
+from streamrl.metrics.summary import MEASURED, SUPERVISED, Summary, results_of, warnings_of
 from streamrl.metrics.text import compact, duration, with_error
 from streamrl.report.page import definition_list
 
@@ -79,10 +78,10 @@ def tiles(record: RunRecord) -> str:
     """The results in large type."""
     rows, summary = record.rows, record.summary
     found: list[tuple[str, str, str]] = []
-    steps, scores, errors = score_errors(record.rows)
+    steps, scores, errors = record.evaluations()
     if scores and math.isfinite(scores[-1]):
         best = max(range(len(scores)), key=lambda i: (scores[i], -i))
-        num = compact(last(rows, "eval/num_prompts", math.nan))
+        num = compact(record.last("eval/num_prompts", math.nan))
         found.append(("evaluation", with_error(scores[-1], errors[-1]),
                       f"from {compact(scores[0])}; best {compact(scores[best])} at step {steps[best]}; n = {num}"))
     results = results_of(rows) if record.kind else {}
@@ -96,10 +95,10 @@ def tiles(record: RunRecord) -> str:
         found.append(("training reward", compact(mean),
                       f"from {compact(rewards[0])}; mean of the last {len(tail)} steps"))
     total = record.setting("trainer.num_steps")
-    wall_s = summary.wall_s if summary and record.state == "finished" else last(rows, "run/wall_s", math.nan)
+    wall_s = summary.wall_s if summary and record.state == "finished" else record.last("run/wall_s", math.nan)
     found.append(("steps", f"{record.step}" + (f" of {total}" if total and total != record.step else ""),
                   f"in {duration(wall_s)}"))
-    tokens = last(rows, "run/trained_tokens", math.nan)
+    tokens = record.last("run/trained_tokens", math.nan)
     if math.isfinite(tokens):
         rate = compact(tokens / wall_s) if wall_s else "-"
         found.append(("tokens trained", compact(tokens), f"{rate} per second, waiting included"))

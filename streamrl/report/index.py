@@ -13,7 +13,6 @@ from urllib.parse import quote
 from streamrl.errors import RunNotFoundError, StreamrlError
 from streamrl.metrics.files import if_it_can_be_written, in_short, text_of, write_atomic
 from streamrl.metrics.run_record import FAILURE, RunRecord, read_run
-from streamrl.metrics.summary import last
 from streamrl.metrics.text import compact, duration
 from streamrl.report import headline
 from streamrl.report.curves import thin
@@ -96,7 +95,7 @@ def _record(path: Path) -> RunRecord:
     try:
         return read_run(path, max_rows=MAX_ROWS)
     except Exception as error:  # one strange directory must not hide all the others
-        return RunRecord(path.name, [], None, "", [], state="unreadable", damaged=[str(error)])
+        return RunRecord([], name=path.name, state="unreadable", damaged=[str(error)])
 
 
 def index_page(root: Path, groups: Mapping[Path, Sequence[Listed]]) -> str:
@@ -156,7 +155,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 def _row(root: Path, run: Listed) -> list[str]:
     record = run.record
-    rows, state = record.rows, record.state
+    state = record.state
     report = run.path / "report.html"
     name = escape(record.name)
     name = f'<a href="{_href(root, report)}">{name}</a>' if report.exists() else name
@@ -168,9 +167,9 @@ def _row(root: Path, run: Listed) -> list[str]:
                     if line)
     scores = record.series("eval/score")[1]
     curve = scores if len(scores) > 2 else record.judged("reward/mean")[1]
-    wall_s = last(rows, "run/wall_s", 0.0)
-    lag = last(rows, "lag/token_mean", float("nan"))
-    rate = last(rows, "run/trained_tokens", 0.0) / wall_s if wall_s else None
+    wall_s = record.last("run/wall_s", 0.0)
+    lag = record.last("lag/token_mean", float("nan"))
+    rate = record.last("run/trained_tokens", 0.0) / wall_s if wall_s else None
     return [
         name + lines, escape(headline.started(record)) or "-",
         str(record.step), duration(wall_s),

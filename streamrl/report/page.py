@@ -14,8 +14,7 @@ from html import escape
 from importlib.resources import files
 from typing import NamedTuple
 
-from streamrl.metrics.run_record import RunRecord
-from streamrl.metrics.summary import series
+from streamrl.metrics.rows import Rows
 from streamrl.report.charts import numbers
 
 MAX_AXIS_POINTS = 1000
@@ -60,7 +59,7 @@ class Section(NamedTuple):
         return f'<section id="{self.anchor}"><h2>{heading}</h2>{self.body}</section>' if self.body else ""
 
 
-def sectioned(sections: Sequence[Section], records: Sequence[RunRecord], *, legend: str = "") -> str:
+def sectioned(sections: Sequence[Section], records: Sequence[Rows], *, legend: str = "") -> str:
     """Sections below a bar that stays at the top: links to each, and the choice of the x-axis, which the script shows.
 
     Args:
@@ -75,12 +74,12 @@ def sectioned(sections: Sequence[Section], records: Sequence[RunRecord], *, lege
     return "\n".join([bar, *map(axis_data, records), *(one.html() for one in shown)])
 
 
-def axis_data(record: RunRecord) -> str:
+def axis_data(record: Rows) -> str:
     """Wall time and trained tokens of each step, for the page's script."""
     rows = [row for row in record.rows if "run/wall_s" in row]
     rows = rows[:: max(1, -(-len(rows) // MAX_AXIS_POINTS))] + rows[-1:]
-    steps, times = series(rows, "run/wall_s")
-    tokens = series(rows, "run/trained_tokens")[1] if all("run/trained_tokens" in row for row in rows) else []
+    steps, times = Rows(rows).series("run/wall_s")
+    tokens = Rows(rows).values("run/trained_tokens") if all("run/trained_tokens" in row for row in rows) else []
     return (f'<i class="axis-data" hidden data-step="{numbers(steps)}" data-time="{numbers(times)}" '
             f'data-tokens="{numbers(tokens)}"></i>')
 

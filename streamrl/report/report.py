@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from streamrl.metrics.eval_scores import score_errors
 from streamrl.metrics.files import write_atomic
 from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.samples import read_samples
-from streamrl.metrics.summary import total_histogram
 from streamrl.metrics.text import duration
 from streamrl.report import headline
 from streamrl.report.charts import Chart, category_bars, charts_html, histogram, line_chart, stacked_shares
@@ -78,7 +76,7 @@ class Lines:
 
 def _evaluations(record: RunRecord) -> Chart | None:
     nums = record.series("eval/num_prompts")[1]
-    note = f"bars: ± 1 standard error, n = {nums[-1]:.0f}" if nums and any(score_errors(record.rows)[2]) else ""
+    note = f"bars: ± 1 standard error, n = {nums[-1]:.0f}" if nums and any(record.evaluations()[2]) else ""
     return line_chart("Evaluation score", evaluation_curves(record), x_label="step", y_label="score",
                       fixed=shared_limits(record), x_end=record.step, note=note)
 
@@ -91,7 +89,7 @@ def _lag_shares(record: RunRecord) -> Chart | None:
 
 def _lag_histogram(record: RunRecord) -> Chart | None:
     bound = record.summary.max_lag_bound if record.summary else record.status.get("max_lag")
-    return histogram("Trained tokens by lag, whole run", total_histogram(record.rows, "lag/token"),
+    return histogram("Trained tokens by lag, whole run", record.histogram("lag/token"),
                      x_label="lag (optimizer steps)", y_label="tokens",
                      bound=(f"bound {bound}", int(bound)) if bound is not None else None)
 
@@ -212,7 +210,7 @@ def report_page(record: RunRecord, said: str = "") -> str:
 
 
 def evaluation_curves(record: RunRecord, name: str = "score", run: int = 0) -> list[Curve]:
-    steps, scores, errors = score_errors(record.rows)
+    steps, scores, errors = record.evaluations()
     return [Curve(name, steps, scores, run, dots=True, errors=errors if any(errors) else (), run=run)] if steps else []
 
 

@@ -57,7 +57,7 @@ HOLDS: dict[str, Callable[[Settings], bool]] = {
     "gpu": lambda s: s["device"] == "cuda",
     "gpu_transport": lambda s: bool({"nccl", "ipc"} & set(s["publish"]["transports"])),
 }
-"""Name in `streamrl.metrics.metric.NEEDS` -> whether a run with these settings writes the keys that need it."""
+"""Name in `streamrl.metrics.names.NEEDS` -> whether a run with these settings writes the keys that need it."""
 
 
 def missing_and_surplus(written: Collection[str], settings: Settings) -> tuple[list[str], list[str]]:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from streamrl.config.load import load_config, to_plain
-from streamrl.metrics.metric import NEEDS
-from streamrl.metrics.names import METRICS
+from streamrl.metrics.names import METRICS, NEEDS
 from tests.contract.conditions import HOLDS, missing_and_surplus
 from tests.flow.processes import SMALL
 from tests.flow.test_adaptive_staleness import FORCED

@@ -7,7 +7,7 @@ import string
 import pytest
 
 from learner.model.tiny import make_tiny_model
-from streamrl.metrics.summary import series
+from streamrl.metrics.rows import Rows
 from tests.flow.hostile_policy import FOLDER
 from tests.flow.processes import RunHarness
 
@@ -41,5 +41,5 @@ def test_a_hostile_policy_marks_nothing_stalls_nothing_and_earns_nothing(words, 
     assert harness.finish(launch, 400) == 0, harness.logs()
     rows = harness.metrics()
     assert harness.summary()["steps"] == NUM_STEPS and harness.summary()["num_episodes_failed"] == 0
-    assert set(series(rows, "reward/mean")[1]) == {0.0} and set(series(rows, "reward/std")[1]) == {0.0}
+    assert set(Rows(rows).values("reward/mean")) == set(Rows(rows).values("reward/std")) == {0.0}
     assert list(marked.iterdir()) == [] and harness.summary()["num_actor_restarts"] == 0

@@ -11,7 +11,7 @@ from collections import Counter
 from learner.hub.counters.observer import Arrival, Observer
 from learner.hub.ledger.tables.filters import dropped_by
 from streamrl.messages import EVAL_BIT, MemberStatus
-from streamrl.metrics.hub_names import ARRIVED
+from streamrl.metrics.names import ARRIVED
 
 ENOUGH_GROUPS = 8
 ENOUGH_STEPS = 3

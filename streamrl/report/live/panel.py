@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.metrics.summary import last, series
+from streamrl.metrics.rows import Rows
 from streamrl.metrics.text import compact, duration, sparkline, time_left
 from streamrl.report.live.state import NUM_RECENT_STEPS, ViewState
 
@@ -60,7 +60,7 @@ def progress(state: ViewState) -> RenderableType:
     line.add_column(no_wrap=True, justify="right")
     total = state.total_steps
     bar = ProgressBar(total=total, completed=min(state.step, total)) if total else ""
-    wall_s = last(state.rows, "run/wall_s", math.nan)
+    wall_s = state.table.last("run/wall_s", math.nan)
     done = state.state in ("finished", "stopped")
     times = [duration(wall_s if state.rows else state.now - state.began)]
     times += [] if done or state.time_left_s is None else [time_left(state.time_left_s)]
@@ -78,18 +78,18 @@ def numbers(state: ViewState) -> list[Line]:
 
 
 def _failures(state: ViewState) -> Line | None:
-    failed = state.counters.get("num_episodes_failed") or last(state.rows, "hub/num_episodes_failed", 0.0)
+    failed = state.counters.get("num_episodes_failed") or state.table.last("hub/num_episodes_failed", 0.0)
     if not failed:
         return None
     return "failures", Text(f"{compact(failed)} episodes failed in their environment", style="bold red")
 
 
 def _evaluation(state: ViewState) -> Line | None:
-    scores = series(state.rows, "eval/score")[1]
+    scores = state.table.values("eval/score")
     if not scores:
         return None
     best = max(range(len(scores)), key=lambda i: (scores[i], -i))
-    at = series(state.rows, "eval/score")[0][best]
+    at = state.table.series("eval/score")[0][best]
     words = f"{compact(scores[0])} → {compact(scores[-1])}" if len(scores) > 1 else compact(scores[0])
     where = f"at step {at}" if at else "before training"
     more = f"  best {compact(scores[best])} at step {at}" if len(scores) > 1 else f"  {where}"
@@ -98,7 +98,7 @@ def _evaluation(state: ViewState) -> Line | None:
 
 
 def _reward(state: ViewState) -> Line | None:
-    rewards = series(state.rows, "reward/recent")[1] or series(state.rows, "reward/mean")[1]
+    rewards = state.table.values("reward/recent") or state.table.values("reward/mean")
     if not rewards:
         return None
     return "reward", Text.assemble(f"{compact(_recent(rewards))}  ", (sparkline(rewards, SPARK_WIDTH), "green"))
@@ -108,20 +108,20 @@ def _policy(state: ViewState) -> Line | None:
     """Recent means, since single steps jump."""
     shown = (("loss", "policy/loss"), ("entropy", "entropy/mean"), ("KL", "kl/value"),
              ("gradient", "policy/grad_norm"))
-    found = [(name, series(state.rows[-NUM_RECENT_STEPS:], key)[1]) for name, key in shown]
+    found = [(name, Rows(state.rows[-NUM_RECENT_STEPS:]).values(key)) for name, key in shown]
     words = [f"{name} {compact(_recent(values), 2)}" for name, values in found if values]
     return ("policy", "  ".join(words)) if words else None
 
 
 def _lag(state: ViewState) -> Line | None:
-    means = series(state.rows, "lag/token_mean")[1]
+    means = state.table.values("lag/token_mean")
     if not means:
         return None
-    most = max([0, *series(state.rows, "lag/head_max")[1]])
+    most = max([0, *state.table.values("lag/head_max")])
     text = Text(f"mean {compact(_recent(means), 2)}  max {compact(most)}")
     if state.max_lag is not None:
         text.append(f"  bound {state.max_lag}", style="bold red" if most > state.max_lag else "")
-    sizes = series(state.rows, "ess/token")[1]
+    sizes = state.table.values("ess/token")
     text.append(f"   effective sample size {compact(_recent(sizes), 2)}" if sizes else "")
     return "lag", text
 
@@ -129,8 +129,8 @@ def _lag(state: ViewState) -> Line | None:
 def _speed(state: ViewState) -> Line | None:
     if not state.rows:
         return None
-    train = series(state.rows, "throughput/train_tokens_per_s")[1]
-    generate = last(state.rows, "throughput/generate_tokens_per_s", math.nan)
+    train = state.table.values("throughput/train_tokens_per_s")
+    generate = state.table.last("throughput/generate_tokens_per_s", math.nan)
     words = f"{compact(_recent(train)) if train else '-'} trained  {compact(generate)} generated"
     if state.wait_share is not None:
         words += f"   learner waits {state.wait_share:.0%} of its time"
@@ -140,9 +140,9 @@ def _speed(state: ViewState) -> Line | None:
 def _groups(state: ViewState) -> Line | None:
     if not state.rows and not state.actors:
         return None
-    leases = state.counters.get("num_leases_open", last(state.rows, "hub/num_leases_open", math.nan))
-    queued = state.counters.get("num_groups_queued", last(state.rows, "hub/num_groups_queued", math.nan))
-    alive = state.counters.get("num_actors", last(state.rows, "hub/num_actors", len(state.actors)))
+    leases = state.counters.get("num_leases_open", state.table.last("hub/num_leases_open", math.nan))
+    queued = state.counters.get("num_groups_queued", state.table.last("hub/num_groups_queued", math.nan))
+    alive = state.counters.get("num_actors", state.table.last("hub/num_actors", len(state.actors)))
     parts = [f"{compact(leases)} being generated" if math.isfinite(leases) else "",
              f"{compact(queued)} wait for training" if math.isfinite(queued) else "",
              f"{compact(alive)} actor{'' if alive == 1 else 's'} connected"]

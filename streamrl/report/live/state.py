@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamrl.metrics.diagnosis import diagnosis_of, learner_idle
+from streamrl.metrics.rows import Rows
 
 NUM_LOG_LINES = 30
 NUM_RECENT_STEPS = 20
@@ -69,6 +70,11 @@ class ViewState:
     def log(self, line: str) -> None:
         """Keep a line of a process's log."""
         self.log_lines = [*self.log_lines, line][-NUM_LOG_LINES:]
+
+    @property
+    def table(self) -> Rows:
+        """The rows as columns."""
+        return Rows(self.rows)
 
     @property
     def step(self) -> int:

@@ -138,5 +138,5 @@ def first_batch(state: ViewState) -> str:
 
 def about(root: Path) -> str:
     """Task and model of a run in words; "" before its learner has written the configuration."""
-    record = RunRecord(root.name, [], None, "", [], config=read_object(root / "config.json"))
+    record = RunRecord([], name=root.name, config=read_object(root / "config.json"))
     return ", ".join(part for part in (headline.task(record), headline.model(record)) if part)

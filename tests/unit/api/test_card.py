@@ -51,7 +51,7 @@ def test_a_notebook_shows_both_curves_in_little_room(run_dir):
     assert "<script" not in shown and "http" not in shown
     rows = [{"step": step, "reward/mean": (step * 7919 % 1000) / 1000, "eval/score": (step * 7919 % 997) / 997,
              "eval/num_prompts": 200} for step in range(1, 50_001)]
-    assert len(run_html(replace(run.record, rows=rows, _columns={}), run_dir)) < 50_000
+    assert len(run_html(replace(run.record, rows=rows), run_dir)) < 50_000
 
 
 def test_metrics_and_summary_are_short_and_escape_nothing_of_their_use(run_dir):

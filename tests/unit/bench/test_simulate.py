@@ -24,11 +24,6 @@ def simulate(config: Config, world: World, seconds: float = 400.0, seed: int = 0
     return Simulation(config, world, seed).run(seconds, warm_s=100.0)
 
 
-def test_few_actors_limit_the_rate_and_the_learner_waits(config):
-    found = simulate(config, World(8, group_s=4.0, step_s=0.5, install_s=0.1))
-    assert found["groups_per_s"] == pytest.approx(8 / 4.0, rel=0.1)
-    assert found["learner_busy"] == pytest.approx(found["groups_per_s"] / B * 0.5, rel=0.1)
-
 
 def test_many_actors_keep_the_learner_busy_and_the_lag_at_its_bound(config):
     world = World(200, group_s=2.0, sigma=0.1, step_s=2.0, install_s=0.1)
@@ -38,11 +33,6 @@ def test_many_actors_keep_the_learner_busy_and_the_lag_at_its_bound(config):
     assert 1 <= found["lag_mean"] <= found["lag_max"] <= simulation.ledger.lag.rule.max_lag
     assert found["stale"] == found["dropped"] == 0
 
-
-def test_actors_that_die_cost_leases_and_rate_and_no_prompt(config):
-    whole = simulate(config, World(8, group_s=4.0, step_s=0.5, install_s=0.1))
-    frail = simulate(config, World(8, group_s=4.0, step_s=0.5, install_s=0.1, mean_life_s=20.0, restart_s=10.0))
-    assert frail["reissued"] > 0 and frail["groups_per_s"] < 0.85 * whole["groups_per_s"]
 
 
 def test_a_seed_gives_the_same_history(config):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from bench.staleness_real.__main__ import run_all, write_table
-from bench.staleness_real.cells import ARMS, CRITIC_ARMS, ETA, LAGS, RATES, SEEDS, Cell, all_cells, fresh_arm, ordered
+from bench.staleness_real.cells import ARMS, CRITIC_ARMS, ETA, LAGS, RATES, Cell, all_cells
 from bench.staleness_real.controls import positive_only, random_mask
-from bench.staleness_real.run_cell import append, area, finished
-from bench.staleness_real.tables import best_rate, tables
+from bench.staleness_real.run_cell import append, finished
+from bench.staleness_real.tables import tables
 from learner.objective.options import check_settings
 from streamrl.config.load import load_config
 from streamrl.config.rules import steps_per_batch
@@ -50,25 +49,6 @@ def test_the_control_arms_drop_at_random_or_keep_what_is_positive():
     assert torch.equal(positive_only(given).losses != 0, advantages > 0)
 
 
-def test_the_first_seed_comes_first_then_the_best_rate_of_every_arm_and_lag():
-    cells = all_cells()
-    assert len(set(cells)) == len(cells) == 15 * 8 + 15 * 2 + 6
-    first = ordered(cells, [])
-    num_first = sum(cell.seed == SEEDS[0] for cell in cells)
-    assert all(cell.seed == SEEDS[0] for cell in first[:num_first])
-    assert {cell.arm for cell in first[:8]} == set(ARMS) and {cell.rate for cell in first[:16]} == {RATES[0]}
-    known = [result(rate=3e-4, area=0.3), result(rate=1e-4, area=0.7), result(rate=1e-3, area=0.1)]
-    later = [cell for cell in ordered(cells, known) if cell.seed != SEEDS[0] and (cell.arm, cell.lag) == ("clip", ETA)]
-    assert [cell.rate for cell in later] == [1e-4] * 4 + [3e-4] * 4 + [1e-3] * 4
-
-
-def test_arms_that_are_asked_for_run_at_the_rates_and_lags_that_are_asked_for():
-    cells = all_cells(arms=["tis", "vtrace"], lags=[16], rates=[6e-5, 2e-5], experiment="smollm2", num_steps=40)
-    assert [(one.arm, one.rate, one.lag) for one in ordered(cells, []) if one.seed == SEEDS[0]] == [
-        ("tis", 6e-5, 16), ("tis", 2e-5, 16), ("vtrace", 6e-5, 16), ("vtrace", 2e-5, 16),
-    ]
-    assert all("policy.optimizer.lr=6e-05" in one.overrides() for one in cells if one.rate == 6e-5)
-
 
 def test_several_processes_share_the_cells_by_seed(tmp_path, monkeypatch):
     ran = []
@@ -92,14 +72,6 @@ def test_a_lag_that_is_not_the_forced_one_is_told_and_left_out():
     assert "0.75 ± 0.21 (2)" in text and "2 runs" in text and "1 more runs were left out" in text
 
 
-def test_the_table_sets_each_arm_against_its_own_lag_0_at_its_best_rate():
-    runs = [result(lag=0, arm="stream_default", end=0.9), result(rate=1e-4, area=0.9, end=0.45), result(area=0.1)]
-    runs += [result(rate=1e-3, area=1.0, valid=False)]
-    assert best_rate([one for one in runs if one["valid"]], "clip", ETA) == 1e-4
-    assert fresh_arm("clip") == "stream_default" and fresh_arm("vtrace_critic") == "vtrace_critic"
-    row = next(line for line in tables(runs).splitlines() if line.startswith("| `clip`:"))
-    assert "0.90 (1)" in row and "0.45 (1)" in row and "50%" in row
-
 
 def test_results_are_lines_and_one_that_was_cut_short_is_run_again(tmp_path):
     path = tmp_path / "results.jsonl"
@@ -111,8 +83,3 @@ def test_results_are_lines_and_one_that_was_cut_short_is_run_again(tmp_path):
     assert finished(path) == [result(), result(seed=2)]
     assert write_table(tmp_path, publish=False) == 0 and "`clip`" in (tmp_path / "tables.md").read_text()
     assert write_table(tmp_path / "nothing", publish=False) == 1
-
-
-def test_the_area_is_the_mean_score_over_the_run():
-    assert area([(0, 0.0), (50, 1.0), (100, 1.0)]) == pytest.approx(0.75)
-    assert area([(0, 0.5), (10, 0.5)]) == pytest.approx(0.5)

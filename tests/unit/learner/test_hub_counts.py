@@ -60,12 +60,12 @@ def test_a_step_with_one_answer_weighs_one_answer_in_what_a_run_is_judged_by():
     assert "reward/recent" not in counts.since_last({name: float(one) for name, one in total.items()})
 
     judged = Objective("reward/mean")
-    record = RunRecord(name="r", rows=rows, summary=None, config_text="", overrides=[])
+    record = RunRecord(rows, name="r")
     assert judged.value(record) == rows[-1]["reward/recent"] and judged.intermediate(rows)[-1] == (3, 255 / 256)
     assert "reward 0.996" in plain_line(rows[-1])
     assert record.judged("reward/mean")[1][-1] == 255 / 256 and record.weights("reward/mean") == [300, 255, 1]
     uneven = [{"step": n, "reward/mean": n % 2, "reward/num": 1 if n % 2 else 255} for n in range(1, 41)]
-    assert "<b>0.00391</b>" in tiles(RunRecord(name="r", rows=uneven, summary=None, config_text="", overrides=[]))
+    assert "<b>0.00391</b>" in tiles(RunRecord(uneven, name="r"))
     (_, smoothed) = noisy(Curve("r", range(40), [0.0, 1.0] * 20, weights=[1.0, 3.0] * 20))
     assert smoothed.ys[20] == pytest.approx(0.75, abs=0.2) and smoothed.ys[20] > 0.5
 

@@ -110,7 +110,7 @@ def test_the_share_that_the_learner_waited_is_one_number_wherever_it_stands(tmp_
             for step in range(1, 41)]
     told = "40%"  # 0.5 of 1.25 s
     summary = summarize(rows, run_id="r", max_lag_bound=1, device="cpu", dtype="float32", seed=0, wall_s=99.0)
-    record = RunRecord("r", rows, summary, "", [])
+    record = RunRecord(rows, name="r", summary=summary)
     view = ViewState(rows=rows)
 
     assert dict(summary.headline())["learner waited"] == f"{told} of its time"

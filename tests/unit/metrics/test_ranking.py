@@ -18,7 +18,7 @@ def summary(make_run) -> Summary:
 
 
 def record(name: str, state: str, summary: Summary | None = None, rows: tuple[dict, ...] = ()) -> RunRecord:
-    return RunRecord(name, list(rows), summary, "", [], state)
+    return RunRecord(rows, name=name, summary=summary, state=state)
 
 
 def test_finished_runs_come_first_by_their_number(summary):

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from streamrl.errors import CheckpointError
+from streamrl.metrics.rows import Rows
 from streamrl.metrics.run_record import read_metrics
-from streamrl.metrics.summary import Summary, counter_total, summarize, warnings_of
+from streamrl.metrics.summary import Summary, summarize, warnings_of
 
 PROMISED = """run_id steps wall_s eval_score_first eval_score_last lag_mean lag_max max_lag_bound num_lag_violations
     num_groups_leased num_groups_accepted num_groups_trained num_groups_stale num_duplicates_dropped
@@ -64,7 +65,7 @@ def test_a_field_given_by_name_wins_over_the_lines(make_run):
 def test_a_counter_that_restarted_at_zero_keeps_its_total():
     rows = [{"step": i, "hub/num_actor_restarts": n} for i, n in enumerate([1, 3, 3, 0, 2])]
 
-    assert counter_total(rows, "hub/num_actor_restarts") == 5
+    assert Rows(rows).total("hub/num_actor_restarts") == 5
 
 
 def test_a_run_without_a_single_step_has_a_summary():

@@ -6,9 +6,7 @@ import json
 
 import pytest
 
-from streamrl.metrics.eval_scores import score_errors
 from streamrl.metrics.run_record import read_run
-from streamrl.metrics.summary import series
 from streamrl.report.headline import tiles
 from streamrl.report.live.panel import _evaluation
 from streamrl.report.live.state import ViewState
@@ -33,7 +31,7 @@ def test_every_reader_has_them_at_their_version(late):
     assert [row["step"] for row in late.rows if "eval/score" in row] == [3, 13, 23], "the data keeps the step"
 
     assert late.series("eval/score")[0] == late.series("eval/hard/score")[0] == [0, 10, 20]
-    assert score_errors(late.rows)[0] == series(late.rows, "eval/score")[0] == [0, 10, 20]
+    assert late.evaluations()[0] == [0, 10, 20]
     assert list(evaluation_curves(late)[0].xs) == [0, 10, 20]
     assert "best 0.9 at step 10" in tiles(late)
     assert "best 0.9 at step 10" in _evaluation(ViewState(rows=late.rows))[1].plain

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from streamrl.metrics.rows import Rows
 from streamrl.metrics.run_record import RunRecord, read_run, run_state
 from streamrl.report import headline
 from streamrl.report.report import write_report
@@ -12,7 +13,7 @@ from streamrl.run_dirs import note_start
 
 
 def record_of(rows=(), **fields):
-    return RunRecord(**{"name": "r", "rows": list(rows), "summary": None, "config_text": "", "overrides": [], **fields})
+    return RunRecord(**{"rows": list(rows), "name": "r", **fields})
 
 
 def test_the_headline_names_task_model_algorithm_and_date(make_run):
@@ -52,7 +53,7 @@ def test_the_standard_error_is_that_of_a_share_unless_a_measured_one_is_there():
             {"step": 2, "eval/score": 0.5, "eval/num_prompts": 100.0, "eval/score_stderr": 0.01},
             {"step": 3, "eval/score": -3.0, "eval/num_prompts": 100.0}, {"step": 4, "eval/score": 0.5}]
 
-    assert headline.score_errors(rows)[2] == pytest.approx([0.05, 0.01, 0.0, 0.0])
+    assert Rows(rows).evaluations()[2] == pytest.approx([0.05, 0.01, 0.0, 0.0])
 
 
 def test_bookkeeping_that_is_zero_is_left_out_and_failures_are_not(make_run):
