@@ -33,8 +33,7 @@ from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
 from streamrl.messages.printable import printable
 from streamrl.parent_watch import take_stdout
 from streamrl.run_dirs import find_run_dir
-from streamrl.stream.groups import MAX_FRAME_BYTES
-from streamrl.stream.history import History
+from streamrl.stream.history import MAX_FRAME_BYTES, History
 from streamrl.stream.records import GroupArrived
 
 

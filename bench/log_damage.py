@@ -25,9 +25,8 @@ from pathlib import Path
 import xxhash
 
 from bench.record import exit_status, record, shared_arguments
-from streamrl.stream.mark import MARK, write_mark
 from streamrl.stream.records import LogError
-from streamrl.stream.segments import FOLDER, scan, segments
+from streamrl.stream.segments import FOLDER, MARK, scan, segments, write_mark
 from streamrl.stream.writer import close_log
 
 HEADERS = 0.25

@@ -51,7 +51,7 @@ def main() -> int:
 
 def lines(name: str, planner: Planner, machine: Machine, found: Proposal) -> list[str]:
     """What is printed."""
-    from learner.fit.engine import WORKING
+    from learner.fit.estimate import WORKING
 
     rank, engine = found.rank, found.engine
     shown = [

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner.fit.live_bytes import HOST
+from learner.fit.models import config_of_model
 from learner.fit.step import Job, step_peaks
 from learner.model.paths import compute_dtype, wire_dtype
 from learner.model.policy import decoder_layers
@@ -30,6 +31,7 @@ from streamrl.config.schema import (
     KlConfig,
     LaunchConfig,
     LearnerConfig,
+    LoraBase,
     LossConfig,
     PolicyConfig,
     PublishConfig,
@@ -172,3 +174,84 @@ def _with_layers(model_config: Any, count: int, depth: int) -> Any:
             values[name] = value[:count]
     values["num_hidden_layers"] = count
     return type(model_config.get_text_config()).from_dict(values)
+
+
+# --- an engine beside the learner -------------------------------------------------------------------------------------
+
+
+UTILIZATION, WORKING = 0.92, 2 * GIB
+"""Part of a GPU that vLLM plans with, and what of it passes and CUDA graphs take: assumed, not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Of each GPU of an engine, in bytes."""
+
+    tensor_parallel: int
+    weights: int
+    per_token: int  # of keys and values
+    room: int  # for them
+
+    def sequences(self, context: int) -> int:
+        """How many sequences of that length are held at once."""
+        return max(0, self.room // (self.per_token * context))
+
+
+def engine_memory(model_config: Any, weights: int, memory: float, tensor_parallel: int) -> EngineMemory:
+    """An engine in half precision over so many GPUs.
+
+    Args:
+        weights: of the whole model. memory: of each GPU that it may use.
+    """
+    settings = model_config.get_text_config()
+    heads = settings.num_attention_heads
+    kv_heads = getattr(settings, "num_key_value_heads", None) or heads
+    head = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+    width = 2 * max(1, kv_heads // tensor_parallel) * head
+    if rank := getattr(settings, "kv_lora_rank", None):  # latent attention caches one vector, whole on every GPU
+        width = rank + settings.qk_rope_head_dim
+    own = weights // tensor_parallel
+    room = int(UTILIZATION * memory) - own - WORKING
+    return EngineMemory(tensor_parallel, own, 2 * width * settings.num_hidden_layers, max(0, room))
+
+
+def tensor_parallel_sizes(model_config: Any, most: int) -> list[int]:
+    """Numbers of GPUs over which the heads can be divided, ascending."""
+    settings = model_config.get_text_config()
+    heads = settings.num_attention_heads
+    kv_heads = getattr(settings, "num_key_value_heads", None) or heads
+    return [n for n in (1, 2, 4, 8) if n <= most and heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+
+
+# --- the check before a run starts ------------------------------------------------------------------------------------
+
+
+def check_memory(config: Sections, total_bytes: int, *, longest: int) -> RankMemory:
+    """What a rank needs of a GPU with so many bytes; `longest` as `longest_sequence` has it.
+
+    Raises:
+        ConfigError: more than the part of it that a rank may take.
+        Uncounted: as `rank_memory`.
+    """
+    path, limit = str(config.policy.model_path), total_bytes * (config.learner.gpu_memory_share or 1.0)
+    found = rank_memory(job_of(config, longest=longest, on_gpu=True), config_of_model(path))
+    if found.total > limit:
+        gib = total_bytes // GIB
+        raise ConfigError(
+            f"policy.model_path={path} needs {found} at the peak of its {found.phase}, and a rank may take "
+            f"{limit / GIB:.1f} of {total_bytes / GIB:.1f} GiB: {_remedy(config)}. "
+            f"`streamrl fit {path} --gpus N --memory {gib}GiB` proposes settings."
+        )
+    return found
+
+
+def _remedy(config: Sections) -> str:
+    """What saves most of what is not used yet."""
+    policy, ranks = config.policy, config.launch.num_learner_ranks
+    if not policy.gradient_checkpointing:
+        return "set policy.gradient_checkpointing=true, or lower learner.max_tokens_per_device"
+    if policy.lora.rank is None:
+        return f"raise launch.num_learner_ranks={ranks}, or train an adapter with policy.lora.rank=32"
+    if policy.lora.base_quantization is LoraBase.none:
+        return f"raise launch.num_learner_ranks={ranks}, or set policy.lora.base_quantization=nf4"
+    return "lower learner.max_tokens_per_device, or take a smaller model"

@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from learner.fit.engine import EngineMemory, engine_memory, tensor_parallel_sizes
-from learner.fit.estimate import RESERVED, RankMemory, job_of, num_parameters, rank_memory
+from learner.fit.estimate import (
+    RESERVED,
+    EngineMemory,
+    RankMemory,
+    engine_memory,
+    job_of,
+    num_parameters,
+    rank_memory,
+    tensor_parallel_sizes,
+)
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.load import load_config
 

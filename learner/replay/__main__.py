@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
-from learner.replay.opened import OpenedRun, join_ranks, open_run
-from learner.replay.without import group_ids, require_groups
-from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, parsed, parser_of, say, status_of
+from learner.replay.opened import OpenedRun, group_ids, join_ranks, notifier, open_run, require_groups
+from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, parsed, parser_of, status_of
 from streamrl.run_dirs import find_run_dir
 from streamrl.stream.history import History
 
@@ -38,13 +37,13 @@ def main() -> int:
 
 def replay(run: OpenedRun, *, last: int | None, without: frozenset[int] = frozenset()) -> int:
     """Print, on rank 0, each version and how it compares; the exit status."""
-    tell = say if run.ranks.rank == 0 else lambda text: None
+    notify = notifier(run.ranks)
     begin, batches = run.version, run.batches(upto=last)
     require_groups(batches, without)
     other = run.other_environment()
-    tell(f"{run.run_dir}: {len(batches)} batches from version {begin} on")
+    notify(f"{run.run_dir}: {len(batches)} batches from version {begin} on")
     for line in other:
-        tell(f"  not as it was: {line}")
+        notify(f"  not as it was: {line}")
     counts: Counter[str] = Counter()
     first_difference = ""
     for number, one in enumerate(run.train(upto=last, without=without), start=1):
@@ -53,17 +52,17 @@ def replay(run: OpenedRun, *, last: int | None, without: frozenset[int] = frozen
         texts = [text for text in one.versions.values() if text]
         first_difference = first_difference or next(iter(texts), "")
         said = texts[0] if texts else "equal" if one.versions else "was not published"
-        tell(f"  batch {number} of {len(batches)}  version {one.version}  {said}")
-    tell(f"{counts['equal']} of {counts['compared']} versions equal")
+        notify(f"  batch {number} of {len(batches)}  version {one.version}  {said}")
+    notify(f"{counts['equal']} of {counts['compared']} versions equal")
     if not first_difference:
         return EQUAL
     if without:
-        tell(f"{first_difference}, the first after a batch that lacks a group")
+        notify(f"{first_difference}, the first after a batch that lacks a group")
         return EQUAL
     if other:
-        tell(f"not comparable: {first_difference}, and {'; '.join(other)}")
+        notify(f"not comparable: {first_difference}, and {'; '.join(other)}")
         return NOT_COMPARABLE
-    tell(f"differs: {first_difference}")
+    notify(f"differs: {first_difference}")
     return DIFFERS
 
 

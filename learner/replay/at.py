@@ -14,8 +14,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from learner.replay.opened import OpenedRun, join_ranks, open_run
-from learner.replay.without import group_ids, require_groups
+from learner.replay.opened import OpenedRun, group_ids, join_ranks, notifier, open_run, require_groups
 from learner.setup.trainer import save_policy
 from streamrl.commands import say, status_of
 from streamrl.errors import ControlError
@@ -91,16 +90,16 @@ def rebuild(run: OpenedRun, version: int, folder: Path, without: frozenset[int] 
 
     Raises ControlError: the log does not lead to it.
     """
-    tell = say if run.ranks.rank == 0 else lambda text: None
+    notify = notifier(run.ranks)
     starts, batches, steps = starts_of(run.run_dir), run.batches(upto=version), run.trainer.settings.steps_per_batch
     reached = max((one.cut.version + steps for one in run.batches()), default=run.version)
     if version % steps or version > reached:
         every = f", in steps of {steps}, the optimizer steps of a batch" if steps > 1 else ""
         raise ControlError(f"{run.run_dir} has no version {version}: its log leads to version {reached}{every}")
     require_groups(batches, without)
-    tell(f"{run.run_dir}: {len(batches)} batches from version {run.version} to {version}")
+    notify(f"{run.run_dir}: {len(batches)} batches from version {run.version} to {version}")
     for number, one in enumerate(run.train(upto=version, compare=False, without=without), start=1):
-        tell(f"  batch {number} of {len(batches)}  version {one.version}")
+        notify(f"  batch {number} of {len(batches)}  version {one.version}")
     if run.version != version:
         raise ControlError(f"the log of {run.run_dir} leads to version {run.version} only, not to {version}")
     compared = f"trained without groups {', '.join(map(str, sorted(without)))}" if without else _compared(run)

@@ -41,7 +41,7 @@ class Search:
     score: Callable[[Path], float]
     drop: float
     folder: Path
-    tell: Callable[[str], None] = lambda text: None
+    notify: Callable[[str], None] = lambda text: None
     scores: dict[int, float] = field(default_factory=dict)
     limit: float = 0.0
 
@@ -68,7 +68,7 @@ class Search:
 
     def _train(self, run: OpenedRun, version: int) -> int:
         for one in run.train(upto=version, compare=False):
-            self.tell(f"  trained up to version {one.version}")
+            self.notify(f"  trained up to version {one.version}")
         return run.version
 
     def _score(self, run: OpenedRun) -> float:

@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def blame(
-    run_dir: Path, first: int, last: int, words: Sequence[str] = (), tell: Callable[[str], None] = lambda text: None
+    run_dir: Path, first: int, last: int, words: Sequence[str] = (), notify: Callable[[str], None] = lambda text: None
 ) -> list[Blamed]:
     """Every group of the batches between two versions, the largest share first. Raises ControlError, LogError."""
     run = open_run(run_dir, words, at_most=first)
@@ -92,13 +92,13 @@ def blame(
             f"for, {min(known, default=0)} to {max(known, default=0)}"
         )
     for one in run.train(upto=first, compare=False):
-        tell(f"  trained up to version {one.version}")
+        notify(f"  trained up to version {one.version}")
     found: list[Blamed] = []
     text = run_text(run_dir, special=False)
     for one in run.train(
         upto=last, compare=False, on_planned=lambda plan, _: found.extend(_of_batch(run, plan, text))
     ):
-        tell(f"  the gradients of {len(found)} groups, up to version {one.version}")
+        notify(f"  the gradients of {len(found)} groups, up to version {one.version}")
     return sorted(found, key=lambda one: -one.along)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from learner.setup.publishing import published_parameters
 from learner.setup.trainer import load_trainer, make_staleness
 from learner.sources.log import LogSource
 from learner.trainer import Trainer
+from streamrl.commands import say
 from streamrl.config.load import load_run_config
 from streamrl.config.schema import Config
 from streamrl.errors import ControlError
@@ -178,6 +180,11 @@ def _begin(run_dir: Path, history: History, at_most: int) -> Checkpoint | None:
     return checkpoint
 
 
+def notifier(ranks: Ranks) -> Callable[[str], None]:
+    """Print lines on the first rank alone."""
+    return say if ranks.rank == 0 else lambda text: None
+
+
 def join_ranks(run_dir: Path, module: str, words: Sequence[str]) -> None:
     """This process becomes the ranks of the run, each of which runs the module again, unless it is one already.
 
@@ -194,3 +201,21 @@ def join_ranks(run_dir: Path, module: str, words: Sequence[str]) -> None:
         ]
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.execv(command[0], command)
+
+
+def group_ids(word: str) -> frozenset[int]:
+    """The numbers of `--without 17,18`."""
+    try:
+        return frozenset(int(one) for one in word.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word} is no list of group numbers: give --without 17,18") from None
+
+
+def require_groups(batches: Iterable[LoggedBatch], without: frozenset[int]) -> None:
+    """Raise ControlError for a group that none of the batches holds."""
+    there = {row.group_id for one in batches for row in one.cut.plan} if without else set()
+    if missing := sorted(without - there):
+        raise ControlError(
+            f"--without: no batch that is trained here holds group {missing[0]}; streamrl stream RUN --kind group "
+            "lists the groups of a run with the version that each was trained at"
+        )

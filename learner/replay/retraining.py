@@ -41,8 +41,8 @@ class Retraining:
         words: settings that replace the run's own.
     """
 
-    def __init__(self, run_dir: Path, words: list[str], tell: Callable[[str], None]) -> None:
-        self._dir, self._words, self._tell = run_dir, words, tell
+    def __init__(self, run_dir: Path, words: list[str], notify: Callable[[str], None]) -> None:
+        self._dir, self._words, self._notify = run_dir, words, notify
         self._history = History.read(run_dir)
         self._rows = metrics_rows(run_dir)
         self._run: OpenedRun | None = None
@@ -71,7 +71,7 @@ class Retraining:
         checkpoint = checkpoint_at(self._dir, version)
         nearest = checkpoint.version if checkpoint is not None else 0
         if self._run is None or nearest > self._run.version:
-            self._tell(f"opening the run at or before version {version}")
+            self._notify(f"opening the run at or before version {version}")
             self._run = open_run(self._dir, self._words, at_most=version)
             self.other = self._run.other_environment()
             self._compared(self._run.version, self._run.difference())
@@ -80,7 +80,7 @@ class Retraining:
 
     def _train(self, run: OpenedRun, upto: int) -> None:
         for one in run.train(upto=upto):
-            self._tell(f"trained up to version {one.version}")
+            self._notify(f"trained up to version {one.version}")
             for version, text in one.versions.items():
                 self._compared(version, text)
             if one.trained is not None and not one.trained.result.skipped:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # torch is imported once the words and the file are known to 
     from learner.replay.retraining import Findings, Retraining
 
 LEVELS = ("hash", "reward", "step", "loss", "draw")
-TELL_S = 5.0
+NOTIFY_S = 5.0
 LISTED = 5
 """Disagreements of a level that are printed."""
 EPILOG = """levels:
@@ -88,11 +88,11 @@ def verify(
     try:
         manifest, found = unpack(path, folder)
     except BundleError as error:
-        return _told("hash", Outcome(DIFFERS, str(error)))
+        return _print_outcome("hash", Outcome(DIFFERS, str(error)))
     print(printable(f"{path}: run {manifest.get('run_id')}, sha256 of its manifest {found}"), flush=True)
     if digest and digest != found:
-        return _told("hash", Outcome(DIFFERS, f"its manifest has not the digest that was given, {digest}"))
-    statuses = [_told("hash", _hash(folder, manifest))] if "hash" in levels else []
+        return _print_outcome("hash", Outcome(DIFFERS, f"its manifest has not the digest that was given, {digest}"))
+    statuses = [_print_outcome("hash", _hash(folder, manifest))] if "hash" in levels else []
     if max(statuses, default=EQUAL) == DIFFERS:
         print("the other levels are not checked: they would be about records that contradict each other")
         return DIFFERS
@@ -100,13 +100,13 @@ def verify(
         words = [*_words(folder, words, manifest), *words]
         load_run_config(folder, words)
     if "reward" in levels:
-        statuses.append(_told("reward", _rewards(folder, words)))
+        statuses.append(_print_outcome("reward", _rewards(folder, words)))
     if {"step", "loss", "draw"} & set(levels):
         statuses += _trained_again(folder, levels, words, num=num, seed=seed)
     return next((one for one in (DIFFERS, NOT_COMPARABLE) if one in statuses), EQUAL)
 
 
-def _told(level: str, outcome: Outcome) -> int:
+def _print_outcome(level: str, outcome: Outcome) -> int:
     said = {EQUAL: "agrees", DIFFERS: "DISAGREES", NOT_COMPARABLE: "not checked"}[outcome.status]
     print(f"{level:<8}{said}: {printable_lines(outcome.text)}")
     for line in outcome.listed[:LISTED]:
@@ -167,7 +167,7 @@ def _rewards(folder: Path, words: Sequence[str]) -> Outcome:
         History.read(folder)
     except LogError as error:
         return Outcome(DIFFERS, str(error))
-    tell, equal = _Progress("rewards"), 0
+    notify, equal = _Progress("rewards"), 0
     differing: list[str] = []
     unchecked: list[str] = []
     command = [*program("actors.recorded"), str(folder), "--rewards", "--json", *words]
@@ -178,7 +178,7 @@ def _rewards(folder: Path, words: Sequence[str]) -> Outcome:
             equal += batch["num_equal"]
             differing += batch["differing"]
             unchecked += batch["unchecked"]
-            tell(f"{equal + len(differing) + len(unchecked)}")
+            notify(f"{equal + len(differing) + len(unchecked)}")
     num, status = equal + len(differing), DIFFERS if differing else NOT_COMPARABLE if unchecked else EQUAL
     if playing.returncode != status:
         raise ControlError(f"the rewards could not be computed again (exit status {playing.returncode}): see above")
@@ -198,15 +198,15 @@ def _trained_again(folder: Path, levels: Sequence[str], words: list[str], *, num
     try:
         again.check(num, Random(seed), steps="step" in levels, answers=bool({"loss", "draw"} & set(levels)))
     except (LogError, WireError) as error:
-        return [_told("step", Outcome(DIFFERS, f"the log cannot be trained again: {error}"))]
+        return [_print_outcome("step", Outcome(DIFFERS, f"the log cannot be trained again: {error}"))]
     statuses = []
     if "step" in levels:
-        statuses.append(_told("step", _step(again, seed)))
+        statuses.append(_print_outcome("step", _step(again, seed)))
     if "loss" in levels:
         text = f"{again.loss.num} tokens, the largest mean difference of a group is {again.loss.largest:.2g} nats"
-        statuses.append(_told("loss", _outcome(again.loss, f"{text} (--seed {seed})")))
+        statuses.append(_print_outcome("loss", _outcome(again.loss, f"{text} (--seed {seed})")))
     if "draw" in levels:
-        statuses.append(_told("draw", _draw(again, seed)))
+        statuses.append(_print_outcome("draw", _draw(again, seed)))
     return statuses
 
 
@@ -238,11 +238,11 @@ class _Progress:
     """A line on standard error now and then."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._at = what, time.monotonic() + TELL_S
+        self._what, self._at = what, time.monotonic() + NOTIFY_S
 
     def __call__(self, text: str) -> None:
         if time.monotonic() >= self._at:
-            self._at = time.monotonic() + TELL_S
+            self._at = time.monotonic() + NOTIFY_S
             print(f"  {self._what}: {text}", file=sys.stderr, flush=True)
 
 

@@ -13,9 +13,9 @@ import yaml
 
 from learner.control.staleness import ESS
 from learner.loop.retrain import Retrained
-from learner.replay.opened import OpenedRun, join_ranks, open_run
+from learner.replay.opened import OpenedRun, join_ranks, notifier, open_run
 from streamrl.algorithms import SURROGATES
-from streamrl.commands import parsed, parser_of, say, status_of
+from streamrl.commands import parsed, parser_of, status_of
 from streamrl.config.load import ALLOW, CONFIGS, load_config, load_run_config
 from streamrl.config.schema import Config
 from streamrl.config.settings_file import as_words, leaves
@@ -96,22 +96,22 @@ def what_if(run_dir: Path, configs: dict[str, Config], first: int, last: int | N
     """Train every fork, print the table, write the page; the exit status."""
     run = open_run(run_dir, config=deepcopy(configs[OWN]), at_most=first)
     ranks = run.ranks
-    tell = say if ranks.rank == 0 else lambda text: None
+    notify = notifier(ranks)
     if run.version < first:
-        tell(f"{run_dir}: training from version {run.version} to {first} as the run did")
+        notify(f"{run_dir}: training from version {run.version} to {first} as the run did")
     for one in run.train(upto=first, compare=False):
-        tell(f"  version {one.version} of {first}")
+        notify(f"  version {one.version} of {first}")
     first, folder, forks = run.version, run_dir / ".what-if", []
     try:
         begin = run.save(folder)
         del run
         for name, config in configs.items():
-            tell(f"{name}, from version {first} on")
+            notify(f"{name}, from version {first} on")
             opened = open_run(run_dir, config=config, begin=begin, ranks=ranks)
-            forks.append(fork := _fork(name, opened, last, tell))
+            forks.append(fork := _fork(name, opened, last, notify))
             del opened  # before the next one's networks are made
             gc.collect()
-            tell(f"  {fork.ended}" if fork.ended else f"  {len(fork.points)} batches")
+            notify(f"  {fork.ended}" if fork.ended else f"  {len(fork.points)} batches")
     finally:
         ranks.barrier()
         if ranks.rank == 0:
@@ -119,11 +119,11 @@ def what_if(run_dir: Path, configs: dict[str, Config], first: int, last: int | N
     if ranks.rank == 0:
         out = run_dir / "what_if.html"
         write_atomic(out, what_if_page(run_dir.resolve().name, first, forks))
-        tell(f"\n{text_table(forks)}\n\nAll train on the same batches: no fork can be evaluated. Charts: {out}")
+        notify(f"\n{text_table(forks)}\n\nAll train on the same batches: no fork can be evaluated. Charts: {out}")
     return 0
 
 
-def _fork(name: str, run: OpenedRun, last: int | None, tell: Callable[[str], None]) -> Fork:
+def _fork(name: str, run: OpenedRun, last: int | None, notify: Callable[[str], None]) -> Fork:
     """Train to the end of the log, or of the evidence."""
     fork = Fork(name)
     num = len(run.batches(upto=last))
@@ -132,7 +132,7 @@ def _fork(name: str, run: OpenedRun, last: int | None, tell: Callable[[str], Non
         fork.points.append(point)
         fork.num_compared += len(one.versions)
         fork.num_equal += sum(not text for text in one.versions.values())
-        tell(
+        notify(
             f"  batch {len(fork.points)} of {num}  version {one.version}  loss {compact(point.loss)}  "
             f"gradient norm {compact(point.grad_norm)}  ESS {compact(point.ess)}"
         )

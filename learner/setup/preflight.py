@@ -350,8 +350,7 @@ def _check_vllm_heads(config: Config) -> None:
 
 
 def _check_memory(config: Config, device: torch.device, notify: Callable[[str], None]) -> None:
-    from learner.fit.check import check_memory
-    from learner.fit.estimate import Uncounted
+    from learner.fit.estimate import Uncounted, check_memory
 
     gpu = gpu_of(str(device))
     if gpu is not None and gpu.total_bytes and config.policy.model_path is not None:

@@ -13,8 +13,7 @@ from rich.console import Console
 from streamrl.api.inputs import FOLDER, Inputs
 from streamrl.api.runs import evaluation_of
 from streamrl.metrics.run_record import parse_row
-from streamrl.report.live.logs import Tail
-from streamrl.report.live.view import LiveView
+from streamrl.report.live.view import LiveView, Tail
 from streamrl.supervise.caller import Caller
 
 Callback = Callable[[Mapping[str, Any]], object]

@@ -19,7 +19,7 @@ import msgspec
 from streamrl.errors import ControlError
 from streamrl.messages import Member, MemberStatus
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
-from streamrl.stream.groups import LoggedGroup
+from streamrl.stream.history import LoggedGroup
 from streamrl.version import __version__
 
 ATIF = "ATIF-v1.7"

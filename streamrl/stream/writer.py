@@ -2,26 +2,41 @@
 
 `append` never waits. A record is durable once `durable` has reached its number: with fsync=interval every 50 ms or
 16 MiB, with always as soon as it is written; never leaves that to the operating system. What cannot be written, as on a
-full disk, is tried again every second, and nothing is lost; `failure` says why meanwhile.
+full disk, is tried again every second, and nothing is lost; `failure` says why meanwhile. `repair` cuts a damaged log
+at the damage, so that its run can go on: nothing is deleted, and a person has asked for it.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import mmap
 import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from streamrl.stream.block_file import BlockFile
-from streamrl.stream.mark import Mark, read_mark
 from streamrl.stream.records import HEADER, TRAILER, Form, LogError, Record, encode
-from streamrl.stream.segments import COMMIT_BYTES, FOLDER, segment_header, segments, whole_end
+from streamrl.stream.segments import (
+    ANYWHERE,
+    COMMIT_BYTES,
+    FOLDER,
+    DamagedLogError,
+    Mark,
+    read_mark,
+    scan,
+    segment_header,
+    segments,
+    whole_end,
+    write_mark,
+)
 
 log = logging.getLogger(__name__)
 
@@ -265,3 +280,143 @@ def new_path(path: Path) -> Path:
     """This path, or with a number after it where it is taken."""
     names = (path.with_name(f"{path.name}-{number}" if number else path.name) for number in count())
     return next(one for one in names if not one.exists())
+
+
+# --- repair -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """The result of a repair.
+
+    Attributes:
+        why: what was damaged first.
+        kept: files that hold what was cut.
+        last: the last record that is left.
+    """
+
+    why: str
+    kept: tuple[Path, ...]
+    last: int
+
+
+def repair(run_dir: Path) -> Repaired | None:
+    """Cut a log at its first damage; None if it has none. No process may write it meanwhile.
+
+    Raises OSError: something cannot be kept; doing it again goes on from there.
+    """
+    folder = run_dir / FOLDER
+    found, kept = _damage(run_dir), []
+    why = str(found)
+    if found is None:
+        return None
+    while found is not None:
+        path, at = found.path, found.at
+        for one in sorted(folder.glob("*.seg"), reverse=True):
+            if one.name > path.name or (one == path and at == 0):
+                kept.append(one.rename(new_path(one.with_suffix(".cut"))))
+            elif one == path:
+                kept.append(cut_file(path, at))
+        write_mark(folder, 0)  # what it says is told in `why`; from here on it is about what is left
+        found = _damage(run_dir)
+    following, _ = close_log(run_dir)
+    write_mark(folder, following - 1)
+    return Repaired(why, tuple(sorted(one for one in kept if one is not None)), following - 1)
+
+
+def _damage(run_dir: Path) -> DamagedLogError | None:
+    try:
+        for _ in scan(run_dir, complete_from=ANYWHERE):
+            pass
+    except DamagedLogError as error:
+        return error
+    return None
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+# A log is written once and read after a crash. Through the page cache, copying, tracking and flushing its pages cost
+# ten times the CPU time of the transfer itself, which the hub needs for its messages.
+
+
+BLOCK = 4096
+"""Direct writes begin and end at multiples of it, in the file and in memory; no common disk asks for larger ones."""
+STAGED = 1 << 20
+"""Bytes of one write at most."""
+
+
+class BlockFile:
+    """A new file; until `close`, zeros follow its bytes up to the next block.
+
+    Attributes:
+        end: bytes that were appended.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._direct = self._set_direct(True)
+        self._memory = mmap.mmap(-1, STAGED)  # begins at a page
+        self._staged = memoryview(self._memory)
+        self._tail = b""
+        self.end = 0
+
+    def append(self, buffers: Sequence[bytes | bytearray], *, sync: bool = False) -> None:
+        """Write all of the buffers, and wait with `sync` for the disk.
+
+        Raises OSError: more may stand in the file then, but `end` is where it was (`cut`).
+        """
+        start, at = self.end - len(self._tail), len(self._tail)
+        self._staged[:at] = self._tail
+        for buffer in buffers:
+            left = memoryview(buffer)
+            while left:
+                num = min(len(left), STAGED - at)
+                self._staged[at : at + num] = left[:num]
+                left, at = left[num:], at + num
+                if at == STAGED:
+                    self._write(start, STAGED)
+                    start, at = start + STAGED, 0
+        whole = at - at % BLOCK
+        tail = bytes(self._staged[whole:at])
+        if at:
+            padded = -(-at // BLOCK) * BLOCK
+            self._staged[at:padded] = bytes(padded - at)
+            self._write(start, padded)
+        if sync:
+            os.fdatasync(self._fd)
+        self._tail, self.end = tail, start + at
+
+    def cut(self) -> None:
+        """Remove what an append that failed left behind the end. Raises OSError."""
+        os.ftruncate(self._fd, self.end)
+
+    def close(self) -> None:
+        """Close the file, without the zeros at its end if they can be removed."""
+        try:
+            self.cut()
+        except OSError:
+            pass  # a reader passes over them
+        finally:
+            os.close(self._fd)
+            self._staged.release()
+            self._memory.close()
+
+    def _write(self, start: int, num_bytes: int) -> None:
+        try:
+            written = os.pwrite(self._fd, self._staged[:num_bytes], start)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+            self._direct = self._set_direct(False)  # it may be opened so, but not written with these blocks
+            written = os.pwrite(self._fd, self._staged[:num_bytes], start)
+        if written < num_bytes:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {written} of {num_bytes} bytes were written")
+
+    def _set_direct(self, wanted: bool) -> bool:
+        flag = getattr(os, "O_DIRECT", 0)  # systems other than Linux have none
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~flag
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | (flag if wanted else 0))
+        except OSError:
+            return False
+        return wanted and flag != 0

@@ -19,7 +19,7 @@ from streamrl.metrics.sinks import parse_row
 from streamrl.metrics.summary import Summary
 from streamrl.parent_watch import program
 from streamrl.processes import Child
-from streamrl.report.live.logs import Tail
+from streamrl.report.live.view import Tail
 from streamrl.report.report import write_report
 
 ERRORS_S = 5.0

@@ -25,7 +25,7 @@ class Source(Protocol):
     def should_prune(self, number: int, step: int, value: float) -> bool:
         """Whether a job with this value at this step is to be stopped."""
 
-    def tell(self, number: int, value: float | None, *, pruned: bool) -> None:
+    def report_end(self, number: int, value: float | None, *, pruned: bool) -> None:
         """A job has ended; without a value it has failed."""
 
 
@@ -41,7 +41,7 @@ class Grid:
     def should_prune(self, number: int, step: int, value: float) -> bool:
         return False
 
-    def tell(self, number: int, value: float | None, *, pruned: bool) -> None:
+    def report_end(self, number: int, value: float | None, *, pruned: bool) -> None:
         pass
 
 
@@ -129,19 +129,19 @@ class Pool:
         self._running.remove(running)
         if code == EXIT_INTERRUPTED and process.is_pruned:
             process.mark_pruned()
-            self._source.tell(job.number, None, pruned=True)
+            self._source.report_end(job.number, None, pruned=True)
         elif code == 0:
             self._count(job, time.monotonic() - running.began)
         elif not self._num_passed_on:
             print(f"job {job.number} failed: {process.mark_failed(code)}", flush=True)
-            self._source.tell(job.number, None, pruned=False)
+            self._source.report_end(job.number, None, pruned=False)
 
     def _count(self, job: Job, seconds: float | None = None) -> None:
         """A job that has ended in order."""
         record = read_run(job.run_dir)
         value = self._objective.value(record)
         pruned = record.summary is not None and record.summary.stopped != ""
-        self._source.tell(job.number, value, pruned=pruned)
+        self._source.report_end(job.number, value, pruned=pruned)
         if value is not None and not pruned and (self._best is None or self._objective.better(value, self._best[0])):
             self._best = value, job
         best = f"; best so far {compact(self._best[0])} of job {self._best[1].number}" if self._best else ""

@@ -100,7 +100,7 @@ class Search:
             trial.report(value, step)
         return trial.should_prune()
 
-    def tell(self, number: int, value: float | None, *, pruned: bool) -> None:
+    def report_end(self, number: int, value: float | None, *, pruned: bool) -> None:
         """The end of a trial; one without a value has failed."""
         from optuna.trial import TrialState
 

@@ -15,7 +15,7 @@ from streamrl.messages.codec import unpack_ids
 from streamrl.messages.printable import printable
 from streamrl.run_dirs import find_run_dir, has_learner
 from streamrl.stream.export import Text, export, run_text
-from streamrl.stream.groups import OUTCOMES, LoggedGroup, Wanted, rows
+from streamrl.stream.history import OUTCOMES, LoggedGroup, Wanted, rows
 from streamrl.stream.records import (
     BatchCut,
     CheckpointSaved,
@@ -27,8 +27,8 @@ from streamrl.stream.records import (
     StepTaken,
     VersionPublished,
 )
-from streamrl.stream.repair import repair
 from streamrl.stream.segments import ANYWHERE, read_records
+from streamrl.stream.writer import repair
 from streamrl.verbs.runs import find_run
 
 KINDS: dict[str, type] = {

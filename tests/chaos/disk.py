@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from streamrl.stream.mark import MARK
+from streamrl.stream.segments import MARK
 
 _FSYNC, _REPLACE, _FDATASYNC = os.fsync, os.replace, os.fdatasync
 

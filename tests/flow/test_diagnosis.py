@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from streamrl.metrics.diagnosis import diagnosis_of
-from streamrl.report.live.panel import render
-from streamrl.report.live.state import NUM_RECENT_STEPS, ViewState
+from streamrl.report.live.panel import NUM_RECENT_STEPS, ViewState, render
 from tests.flow.phases import PHASES, STEPS_PER_PHASE
 from tests.flow.processes import RunHarness
 

@@ -11,9 +11,17 @@ import torch
 from transformers import AutoConfig
 
 from learner.fit.__main__ import main
-from learner.fit.check import check_memory
-from learner.fit.engine import WORKING, engine_memory
-from learner.fit.estimate import GIB, RESERVED, Uncounted, job_of, num_parameters, rank_memory
+from learner.fit.estimate import (
+    GIB,
+    RESERVED,
+    WORKING,
+    Uncounted,
+    check_memory,
+    engine_memory,
+    job_of,
+    num_parameters,
+    rank_memory,
+)
 from learner.fit.live_bytes import ACTIVATIONS, LOGITS, LiveBytes
 from learner.fit.models import PUBLISHED, config_of_model
 from learner.fit.stand_ins import QUANTIZED_BYTES

@@ -10,7 +10,7 @@ from streamrl.metrics.diagnosis import Bottleneck, Shares, diagnose, diagnosis_o
 from streamrl.metrics.run_record import RunRecord
 from streamrl.metrics.summary import summarize
 from streamrl.report import compare, headline
-from streamrl.report.live.state import NUM_RECENT_STEPS, ViewState
+from streamrl.report.live.panel import NUM_RECENT_STEPS, ViewState
 
 BUSY_ACTORS = Shares(
     learner_idle=0.38, starved=0.0, paused=0.01, environment=0.1, step_p95_s=0.02, num_env_steps=50.0, num_actors=2.6

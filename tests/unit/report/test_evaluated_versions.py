@@ -8,8 +8,7 @@ import pytest
 
 from streamrl.metrics.run_record import read_run
 from streamrl.report.headline import tiles
-from streamrl.report.live.panel import _evaluation
-from streamrl.report.live.state import ViewState
+from streamrl.report.live.panel import ViewState, _evaluation
 from streamrl.report.report import evaluation_curves
 
 

@@ -10,10 +10,8 @@ from rich.console import Console
 
 from streamrl.metrics.sinks import JsonlSink
 from streamrl.metrics.text import time_left
-from streamrl.report.live.logs import LogReader, Tail, worth_reading
-from streamrl.report.live.panel import NUM_ACTOR_ROWS, render
-from streamrl.report.live.state import DRAWN_WHOLE, NUM_LOG_LINES, NUM_WHOLE_ROWS, ViewState
-from streamrl.report.live.view import NUM_SAID, QUIET_S, LiveView
+from streamrl.report.live.panel import DRAWN_WHOLE, NUM_ACTOR_ROWS, NUM_LOG_LINES, NUM_WHOLE_ROWS, ViewState, render
+from streamrl.report.live.view import NUM_SAID, QUIET_S, LiveView, LogReader, Tail, worth_reading
 
 
 def text_of(state, width=100, height=40):
@@ -147,7 +145,7 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats():
 
 def test_a_long_run_keeps_what_is_drawn_and_looks_as_if_everything_were_kept(monkeypatch):
     def fed(num_whole_rows):
-        monkeypatch.setattr("streamrl.report.live.state.NUM_WHOLE_ROWS", num_whole_rows)
+        monkeypatch.setattr("streamrl.report.live.panel.NUM_WHOLE_ROWS", num_whole_rows)
         state = ViewState()
         for step in range(2000):
             more = {f"metric/{number}": float(number) for number in range(300)} | {"eval/score": step / 2000} | {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.stream.block_file import BLOCK, STAGED, BlockFile
 from streamrl.stream.records import Form, GroupArrived, decode, encode
+from streamrl.stream.writer import BLOCK, STAGED, BlockFile
 
 pytestmark = pytest.mark.timeout(60)
 

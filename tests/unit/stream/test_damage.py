@@ -14,16 +14,18 @@ import xxhash
 
 from streamrl.errors import ControlError
 from streamrl.stream.history import History
-from streamrl.stream.mark import MARK, read_mark, write_mark
 from streamrl.stream.records import OLD_HEADER, TRAILER, GroupArrived, LogError, Record, RunStarted, RunStopped, encode
 from streamrl.stream.segments import (
     COMMIT_BYTES,
+    MARK,
     OLD_MAGIC,
     OLD_SEGMENT_HEADER,
     DamagedLogError,
+    read_mark,
     read_records,
     scan,
     segments,
+    write_mark,
 )
 from streamrl.stream.writer import LogWriter
 from streamrl.verbs.stream import stream

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from streamrl.stream.history import History
-from streamrl.stream.mark import write_mark
 from streamrl.stream.records import (
     HEADER,
     BatchCut,
@@ -24,7 +23,7 @@ from streamrl.stream.records import (
     StepTaken,
     encode,
 )
-from streamrl.stream.segments import SEGMENT_HEADER, read_records, segments
+from streamrl.stream.segments import SEGMENT_HEADER, read_records, segments, write_mark
 from streamrl.stream.writer import LogWriter
 
 pytestmark = pytest.mark.timeout(60)

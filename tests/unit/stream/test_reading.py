@@ -18,8 +18,7 @@ from streamrl.messages import Group, Outcome, PlanRow, ReturnReason, Sampling
 from streamrl.messages.codec import encode
 from streamrl.named_code import sign
 from streamrl.stream.export import export, last_line
-from streamrl.stream.groups import LoggedGroup, Wanted, rows
-from streamrl.stream.history import History
+from streamrl.stream.history import History, LoggedGroup, Wanted, rows
 from streamrl.stream.records import BatchCut, GroupArrived, GroupMoved, RunStarted, StepTaken
 from streamrl.stream.writer import LogWriter
 from streamrl.verbs.bundle import contents

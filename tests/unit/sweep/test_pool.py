@@ -46,7 +46,7 @@ class FakeSource:
         self.recorded.append((number, step, value))
         return True
 
-    def tell(self, number: int, value: float | None, *, pruned: bool) -> None:
+    def report_end(self, number: int, value: float | None, *, pruned: bool) -> None:
         self.ends.append((number, value, pruned))
 
 

@@ -28,7 +28,7 @@ def play(search: Search) -> list[float]:
     tried = []
     while (trial := search.next()) is not None:
         tried.append(lr_of(trial[1]))
-        search.tell(trial[0], -abs(math.log10(tried[-1]) + 3.0), pruned=False)
+        search.report_end(trial[0], -abs(math.log10(tried[-1]) + 3.0), pruned=False)
     return tried
 
 
@@ -64,7 +64,7 @@ def test_a_trial_behind_the_others_is_pruned_unless_that_is_turned_off(tmp_path)
         study = search(tmp_path / name, num_startup_trials=1, pruner=pruner)
         first, second, third = (study.next()[0] for _ in range(3))
         assert not study.should_prune(first, 10, 0.5)
-        study.tell(first, 0.9, pruned=False)
+        study.report_end(first, 0.9, pruned=False)
         return [study.should_prune(second, 10, 0.6), study.should_prune(third, 10, 0.4)]
 
     assert pruned("median", Pruner.median) == [False, True]
@@ -77,7 +77,7 @@ def test_successive_halving_keeps_the_best_quarter(tmp_path):
     for score in (0.9, 0.1, 0.2, 0.3, 0.05):
         number = study.next()[0]
         kept.append(not any(study.should_prune(number, step, score) for step in range(1, 9)))
-        study.tell(number, score, pruned=not kept[-1])
+        study.report_end(number, score, pruned=not kept[-1])
     assert kept[0] and not kept[-1]
 
 
@@ -86,7 +86,7 @@ def test_the_direction_decides_who_is_behind(tmp_path):
     study = search(tmp_path, num_startup_trials=1, direction=SweepDirection.minimize)
     first, second, third = (study.next()[0] for _ in range(3))
     study.should_prune(first, 10, 0.5)
-    study.tell(first, 0.9, pruned=False)
+    study.report_end(first, 0.9, pruned=False)
     assert study.should_prune(second, 10, 0.6) and not study.should_prune(third, 10, 0.4)
 
 
@@ -94,7 +94,7 @@ def test_another_process_goes_on_with_the_trials_that_are_left(tmp_path):
     before = search(tmp_path, num_trials=4)
     done, interrupted = before.next(), before.next()
     before.should_prune(interrupted[0], 10, 0.5)
-    before.tell(done[0], 1.0, pruned=False)
+    before.report_end(done[0], 1.0, pruned=False)
 
     after = search(tmp_path, num_trials=4)
     assert after.next() == interrupted
@@ -107,7 +107,7 @@ def test_another_process_goes_on_with_the_trials_that_are_left(tmp_path):
 @pytest.mark.parametrize("axes", [{"b": Axis(("x", "y"))}, {"a": Axis(("x", "z"))}])
 def test_a_search_does_not_go_on_with_other_values(tmp_path, axes):
     before = search(tmp_path, {"a": Axis(("x", "y"))})
-    before.tell(before.next()[0], 0.5, pruned=False)
+    before.report_end(before.next()[0], 0.5, pruned=False)
 
     with pytest.raises(ConfigError, match="holds a search of other settings or values"):
         search(tmp_path, axes).next()

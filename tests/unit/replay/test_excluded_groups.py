@@ -6,7 +6,7 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from learner.replay.without import group_ids, require_groups
+from learner.replay.opened import group_ids, require_groups
 from streamrl.errors import ControlError
 from streamrl.messages import PlanRow
 from streamrl.stream.history import LoggedBatch
