@@ -7,6 +7,8 @@ import subprocess
 import sys
 from contextlib import closing
 
+import pytest
+
 from streamrl.metrics.run_record import read_metrics
 from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, plain_line
 
@@ -30,20 +32,14 @@ class Broken(Sink):
         raise RuntimeError("no network")
 
 
-def test_each_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
-    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl")
-
-    sink.log_metrics(1, {"step": 1, "reward/mean": 0.5, "lag/token": {0: 3, 2: 1}})
-
-    assert read_metrics(sink.path) == [{"step": 1, "reward/mean": 0.5, "lag/token": {0: 3, 2: 1}}]
-    sink.close()
-
-
 def test_a_resumed_run_drops_the_lines_that_it_will_write_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with closing(JsonlSink(path)) as sink:
+        sink.log_config({"run": {"seed": 3}})
         for step in range(1, 11):
-            sink.log_metrics(step, {"reward/mean": 0.1 * step})
+            sink.log_metrics(step, {"step": step, "reward/mean": 0.1 * step, "lag/token": {0: 3, 2: 1}})
+            assert read_metrics(path)[-1] == {"step": step, "reward/mean": 0.1 * step, "lag/token": {0: 3, 2: 1}}
+    assert json.loads((tmp_path / "config.json").read_text()) == {"run": {"seed": 3}}
 
     with closing(JsonlSink(path, resume_step=6)) as sink:
         sink.log_metrics(7, {"reward/mean": -1.0})
@@ -51,24 +47,6 @@ def test_a_resumed_run_drops_the_lines_that_it_will_write_again(tmp_path):
     rows = read_metrics(path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
     assert rows[-1]["reward/mean"] == -1.0
-
-
-def test_a_line_cut_short_by_a_crash_is_dropped_and_the_next_one_stays_whole(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "reward/me')
-
-    assert [row["step"] for row in read_metrics(path)] == [1, 2]
-    with closing(JsonlSink(path)) as sink:
-        sink.log_metrics(3, {})
-
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
-
-
-def test_the_configuration_lies_beside_the_metrics(tmp_path):
-    with closing(JsonlSink(tmp_path / "metrics.jsonl")) as sink:
-        sink.log_config({"run": {"seed": 3}})
-
-    assert json.loads((tmp_path / "config.json").read_text()) == {"run": {"seed": 3}}
 
 
 def test_a_failing_sink_is_reported_once_and_does_not_silence_the_others(caplog):
@@ -103,20 +81,15 @@ def test_the_console_writes_one_plain_line_a_step_with_the_time_left():
                       "generate 980 tok/s  actors 4  38s left")  # 10 s for 4 steps, 15 are left
 
 
-def test_a_step_without_measurements_still_has_a_line():
-    assert plain_line({"step": 3}) == "step 3"
-
-
-def test_a_step_in_which_no_trajectory_came_tells_the_reward_of_the_trained_ones():
-    assert plain_line({"step": 3, "reward/trained": 0.25}) == "step 3  reward 0.25"
-    assert plain_line({"step": 3, "reward/mean": 0.5, "reward/trained": 0.25}) == "step 3  reward 0.5"
-
-
-def test_a_version_that_is_not_the_step_is_told_and_the_row_after_the_last_step_is_its_evaluation():
-    assert plain_line({"step": 3, "run/version": 2, "reward/mean": 0.5}, 9, 4.0) == (
-        "step 3/9  version 2  reward 0.5  4s left")
-    assert plain_line({"step": 9, "run/version": 9, "eval/score": 0.75, "hub/num_actors": 2.0,
-                       "throughput/generate_tokens_per_s": 5.0}, 9, 0.0) == "step 9/9  eval 0.75"
+@pytest.mark.parametrize(("row", "more", "line"), [
+    ({"step": 3}, (), "step 3"), ({"step": 3, "reward/trained": 0.25}, (), "step 3  reward 0.25"),
+    ({"step": 3, "reward/mean": 0.5, "reward/trained": 0.25}, (), "step 3  reward 0.5"),
+    ({"step": 3, "run/version": 2, "reward/mean": 0.5}, (9, 4.0), "step 3/9  version 2  reward 0.5  4s left"),
+    ({"step": 9, "run/version": 9, "eval/score": 0.75, "hub/num_actors": 2.0,
+      "throughput/generate_tokens_per_s": 5.0}, (9, 0.0), "step 9/9  eval 0.75"),
+])
+def test_a_line_tells_what_its_row_holds_and_the_row_after_the_last_step_its_evaluation(row, more, line):
+    assert plain_line(row, *more) == line
 
 
 def test_the_learners_half_of_metrics_loads_no_heavy_library():

@@ -33,24 +33,10 @@ def test_every_field_comes_back(tmp_path):
         tokens=SampleTokens([4, 5], ["é", "<eos>"], [0.5, None], [2, -1]),
     )
 
+    assert read_samples(tmp_path) == [], "a run without the file"
     write(tmp_path, full, sample(4))
 
     assert read_samples(tmp_path) == [full, sample(4)]
-
-
-def test_a_run_without_the_file_has_no_samples(tmp_path):
-    assert read_samples(tmp_path) == []
-
-
-def test_a_torn_last_line_is_left_out_and_a_damaged_one_before_it_is_named(tmp_path, caplog):
-    write(tmp_path, sample(1), sample(2))
-    path = tmp_path / "samples.jsonl"
-    with path.open("ab") as file:
-        file.write(b'{"kind":"train","st')
-
-    assert steps(tmp_path) == [1, 2]
-    path.write_bytes(b'{"kind":"train"}\n' + path.read_bytes())
-    assert steps(tmp_path) == [1, 2] and "samples.jsonl:1 (" in caplog.text
 
 
 def test_a_resumed_run_continues_the_file_where_its_checkpoint_is(tmp_path):

@@ -42,10 +42,7 @@ def test_scales_map_the_ends_of_the_data_to_the_ends_of_the_plot_and_y_grows_upw
     assert (to_x(1), to_x(101)) == (SMALL.left, SMALL.width - SMALL.right)
     assert (to_y(-2), to_y(2)) == (SMALL.base, SMALL.top)
     assert to_y(0) == (SMALL.top + SMALL.base) / 2
-
-
-def test_a_range_without_extent_still_has_a_scale():
-    assert SMALL.x_scale(5, 5)(5) == SMALL.left
+    assert SMALL.x_scale(5, 5)(5) == SMALL.left, "a range without extent has a scale, too"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +92,8 @@ def test_axes_carry_their_labels_and_a_legend_appears_only_for_several_curves():
     labels = [e.text for e in svg_of(one) if "label" in e.get("class", "")]
     assert labels == ["step", "unit"]
     assert 'class="legend"' not in one.html()
+    first, second = curves_of(lines(Curve("a", [1, 2], [1, 2], 0), Curve("b", [1, 2], [1, 2], 1)))
+    assert first.get("d") == second.get("d") and first.get("class") != second.get("class"), "one is dashed"
     assert "b &amp; c" in both.html() and both.html().count('class="key') == 2
 
 
@@ -124,13 +123,8 @@ def test_histogram_bars_hold_every_token_and_warn_beyond_the_bound():
     heights = {k: float(bar.get("height")) for k, bar in bars.items()}
     assert heights[0] / heights[1] == pytest.approx(10 / 25, abs=1e-3)
     assert bars[1].find("title").text == "1: 25 (62.5%)"
-
-
-def test_histogram_ticks_are_whole_bins():
-    svg = svg_of(histogram("Lag", {0: 1, 1: 2}, x_label="lag", y_label="tokens"))
-
     middle = [e.text for e in svg.iter("text") if e.get("text-anchor") == "middle" and e.get("class") == "tick"]
-    assert middle == ["0", "1"]
+    assert middle == ["0", "1", "2", "3", "4"], "whole bins"
 
 
 def test_category_bars_are_ordered_and_in_proportion():
@@ -151,12 +145,8 @@ def test_a_few_outliers_do_not_set_the_axis_and_are_counted():
     assert limits.high < 1.02 and limits.num_outside == 1 and limits.above == 57.0 and limits.below is None
     assert "1 point outside the axis, up to 57" in figure.html()
     assert limits_of([ys], robust=False).high > 57
-
-
-def test_the_axis_of_a_short_curve_holds_every_value():
-    limits = limits_of([[0.1, 0.2, 9.0]])
-
-    assert limits.high > 9 and limits.num_outside == 0
+    short = limits_of([[0.1, 0.2, 9.0]])
+    assert short.high > 9 and short.num_outside == 0
 
 
 def test_a_logarithmic_axis_has_ticks_at_powers_of_ten_and_no_place_for_zero():
@@ -193,13 +183,6 @@ def test_curves_carry_their_data_for_the_script_and_names_are_escaped():
     assert "<a " not in figure.html()
 
 
-def test_equal_curves_have_different_classes_so_that_one_is_dashed():
-    both = [Curve("a", [1, 2], [1, 2], 0), Curve("b", [1, 2], [1, 2], 1)]
-
-    first, second = curves_of(lines(*both))
-    assert first.get("d") == second.get("d") and first.get("class") != second.get("class")
-
-
 def test_the_first_of_an_odd_number_fills_a_row_and_is_drawn_for_a_phone_too():
     chart = lines(Curve("a", [1, 2], [1, 2]))
 
@@ -217,12 +200,8 @@ def test_shares_of_lags_are_stacked_up_to_one():
     data = [(e.get("data-name"), e.get("data-from"), e.get("data-y")) for e in areas]
     assert data == [("lag 0", "0,0", "1,0.25"), ("lag 2", "1,0.25", "1,1")], "lag 1 never occurs; step 3 has no token"
     assert ">lag 0 <b>50%</b>" in figure.html()
-
-
-def test_a_run_of_one_step_has_shares_too():
     one = stacked_shares("Lag", [(1, {0: 3})], x_label="step", y_label="share", name="lag")
-
-    assert 'data-y="1,1"' in one.html()
+    assert 'data-y="1,1"' in one.html(), "a run of one step has an area, too"
 
 
 def test_many_lags_fall_into_bands_that_double():

@@ -25,18 +25,16 @@ def test_the_headline_names_task_model_algorithm_and_date(make_run):
     (root / "run.json").write_text(json.dumps({"starts": [
         {"command": "streamrl launch algorithm=grpo", "started": "2026-03-04T05:06:07+00:00", "commit": "1a2b3c4+"}]}))
 
+    (root / "notes.md").write_text("lr was <too> high & <script>alert(1)</script>")
+    (root / "status.json").write_text(json.dumps({"state": "finished", "notices": ["<img src=x onerror=alert(2)>"]}))
+
     text = write_report(root).read_text()
 
     assert "<h1>try-003</h1>" in text
+    assert "lr was &lt;too&gt; high" in text and "&lt;img" in text
+    assert "<img" not in text and "<script>alert" not in text
     assert "task.py digits=3 · Qwen/Qwen2.5-7B · grpo: cispo with group advantages · 4 Mar 2026, 05:06" in text
     assert "<dd>streamrl launch algorithm=grpo</dd>" in text and "<dd>1a2b3c4+</dd>" in text
-
-
-def test_a_run_of_an_older_release_has_a_headline_without_what_it_did_not_note(make_run):
-    text = write_report(make_run("old")).read_text()
-
-    assert "<h1>old</h1>" in text
-    assert 'class="subtitle"' not in text
 
 
 @pytest.mark.parametrize(("settings", "expected"), [
@@ -57,26 +55,15 @@ def test_the_standard_error_is_that_of_a_share_unless_a_measured_one_is_there():
 
 
 def test_bookkeeping_that_is_zero_is_left_out_and_failures_are_not(make_run):
-    root = make_run()
+    root = make_run("old")
     healthy = write_report(root).read_text()
+    assert "<h1>old</h1>" in healthy and 'class="subtitle"' not in healthy, "of a release that did not note it"
     with (root / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "hub/num_episodes_failed": 7}\n')
     failing = write_report(root).read_text()
 
     assert "reissued" not in healthy and "duplicates" not in healthy and "failed in their environment" not in healthy
     assert "7 episodes failed in their environment" in failing
-
-
-def test_notes_and_names_from_outside_are_escaped(make_run):
-    root = make_run()
-    (root / "notes.md").write_text("lr was <too> high & so on")
-    (root / "config.json").write_text(json.dumps({"env": {"name": "<script>alert(1)</script>"}}))
-    (root / "status.json").write_text(json.dumps({"state": "finished", "notices": ["<img src=x onerror=alert(2)>"]}))
-
-    text = write_report(root).read_text()
-
-    assert "lr was &lt;too&gt; high &amp; so on" in text
-    assert "<script>alert" not in text and "<img" not in text
 
 
 @pytest.mark.parametrize(("status", "summary_is", "expected"), [

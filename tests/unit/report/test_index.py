@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from streamrl.cli import main
-from streamrl.report.index import find_runs, sparkline, write_index
+from streamrl.report.index import sparkline, write_index
 from streamrl.report.report import write_report
 
 
@@ -38,8 +38,11 @@ def test_the_index_lists_every_run_newest_first_and_sweeps_together(runs):
     assert text.count("0.05 → 0.5") == 4 and text.count("<svg viewBox") == 4
 
 
-def test_every_link_of_the_index_and_the_reports_leads_somewhere(runs):
-    index = write_index(runs, reports=True)
+def test_every_link_of_the_index_and_the_reports_leads_somewhere(runs, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["streamrl", "report", str(runs)])
+    assert main() == 0
+    index = runs / "index.html"
+    assert capsys.readouterr().out.strip() == str(index)
 
     assert links(index)["a-001"] == "a-001/report.html" and links(index)["comparison"] == "sweep-1/comparison.html"
     reports = sorted(runs.glob("**/report.html"))
@@ -68,18 +71,14 @@ def test_only_missing_and_outdated_reports_are_written_again(runs):
     assert "ended at step 11" in (second / "report.html").read_text()
 
 
-def test_without_reports_the_index_names_runs_that_have_none(runs):
+def test_without_reports_the_index_names_runs_that_have_none_and_hidden_folders_are_no_runs(runs, tmp_path):
     text = write_index(runs).read_text()
 
     assert "a-001" in text and not list(runs.glob("**/report.html"))
     assert "<a href" not in text.replace('<a href="sweep-1/comparison.html">', "")
-
-
-def test_the_report_command_takes_a_folder_of_runs(runs, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["streamrl", "report", str(runs)])
-
-    assert main() == 0
-    assert capsys.readouterr().out.strip() == str(runs / "index.html")
+    shutil.move(runs, tmp_path / ".trash")
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        write_index(tmp_path)
 
 
 def test_a_new_report_keeps_its_links(runs):
@@ -92,11 +91,6 @@ def test_a_new_report_keeps_its_links(runs):
     write_index(runs)
 
     assert links(report) == before
-
-
-def test_a_folder_without_runs_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no run"):
-        write_index(tmp_path)
 
 
 def test_names_with_special_characters_are_quoted(make_run, tmp_path):
@@ -115,12 +109,6 @@ def test_a_run_that_failed_before_its_first_step_is_listed_with_a_report_of_its_
 
     assert 'class="badge failed"' in text
     assert "status 1: no &lt;memory&gt;" in (tmp_path / "0-x" / "report.html").read_text()
-
-
-def test_hidden_folders_are_no_runs(make_run, tmp_path):
-    make_run(".trash/run-001")
-
-    assert find_runs(tmp_path) == []
 
 
 def test_a_sparkline_spans_its_box_and_needs_two_values():
