@@ -48,7 +48,4 @@ def test_the_estimates_of_an_evaluation_have_the_names_that_people_know():
     assert values == {"avg@2": 0.25, "pass@1": 0.25, "pass@2": 0.5, "maj@2": 0.25}
     assert all(one.stderr == pytest.approx(0.5 if name == "pass@2" else 0.25) for name, one in found.items())
     assert list(estimates([[1.0]], [["4"]], num_responses=1, solved=1.0)) == ["avg@1"]
-
-
-def test_k_goes_in_powers_of_two_up_to_all():
     assert [powers_of_two(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]

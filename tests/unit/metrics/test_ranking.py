@@ -28,23 +28,16 @@ def test_finished_runs_come_first_by_their_number(summary):
     runs = [
         record("failed", "failed", rows=({"step": 1, "eval/score": 1.0},)), scored("interrupted", "stopped", 0.95),
         scored("pruned", "pruned", 0.9), scored("silent", "finished", None), scored("low", "finished", 0.2),
-        scored("high", "finished", 0.8),
+        scored("high", "finished", 0.8), scored("diverged", "finished", float("nan")),
     ]
 
     def names(objective: Objective) -> list[str]:
         return [runs[i].name for i in objective.order(runs)]
 
-    assert names(Objective()) == ["high", "low", "silent", "pruned", "interrupted", "failed"]
+    assert names(Objective()) == ["high", "low", "silent", "diverged", "pruned", "interrupted", "failed"]
     assert names(Objective(maximize=False))[:3] == ["low", "high", "silent"]
     assert outcome(record("killed", "killed")) == Outcome.unfinished
     assert str(Objective(maximize=False)) == "eval_score_last, lowest first"
-
-
-def test_a_pruned_run_is_known_by_its_summary(make_run):
-    root = make_run()
-    replace(read_run(root).summary, stopped=pruned_at(4)).write(root / "summary.json")
-
-    assert outcome(read_run(root)) == Outcome.pruned
 
 
 def test_a_metric_with_a_slash_counts_by_its_last_value():
@@ -61,23 +54,18 @@ def test_an_evaluation_counts_at_the_version_that_it_scored():
     assert Objective("tokens_per_s_train").intermediate(rows) == []
 
 
-def test_a_number_that_is_not_finite_ranks_as_none(summary):
-    diverged = record("diverged", "finished", replace(summary, eval_score_last=float("nan")))
-    assert Objective().value(diverged) is None
-
-
 @pytest.mark.parametrize("metric", ["eval_score", "no/such_metric", "device"])
 def test_a_metric_that_no_run_has_is_refused(metric):
     with pytest.raises(ConfigError, match=f"sweep.metric={metric} is no"):
         Objective(metric)
 
 
-def test_a_run_that_failed_before_its_first_step_can_be_read(tmp_path):
+def test_a_pruned_run_and_one_that_failed_before_its_first_step_are_known_by_their_files(make_run, tmp_path):
     (tmp_path / FAILURE).write_text("status 2: error: no such model\n")
 
+    pruned = make_run()
+    replace(read_run(pruned).summary, stopped=pruned_at(4)).write(pruned / "summary.json")
+
+    assert outcome(read_run(pruned)) == Outcome.pruned and read_run(pruned).summary.eval_score_best == 0.5
     found = read_run(tmp_path)
     assert (found.rows, found.failure, outcome(found)) == ([], "status 2: error: no such model", Outcome.failed)
-
-
-def test_the_best_evaluation_stands_in_the_summary(make_run):
-    assert read_run(make_run()).summary.eval_score_best == 0.5

@@ -7,19 +7,12 @@ import pytest
 from streamrl.sweep.sweep import shares
 
 
-def test_one_job_alone_is_not_limited():
-    assert shares(1, 8, ["0", "1"], {}) == [{}]
-
-
-@pytest.mark.parametrize(("num_jobs", "cores", "threads"), [(2, 8, "4"), (3, 8, "2"), (16, 8, "1")])
-def test_cores_are_divided(num_jobs, cores, threads):
-    places = shares(num_jobs, cores, [], {})
-    assert places == [{"OMP_NUM_THREADS": threads}] * num_jobs
-
-
-def test_a_smaller_number_of_threads_that_was_set_stays():
-    assert shares(2, 8, [], {"OMP_NUM_THREADS": "1"})[0]["OMP_NUM_THREADS"] == "1"
-    assert shares(2, 8, [], {"OMP_NUM_THREADS": "64"})[0]["OMP_NUM_THREADS"] == "4"
+@pytest.mark.parametrize(
+    ("num_jobs", "given", "threads"), [(2, "", "4"), (3, "", "2"), (16, "", "1"), (2, "1", "1"), (2, "64", "4")]
+)
+def test_cores_are_divided_and_a_smaller_number_that_was_set_stays(num_jobs, given, threads):
+    assert shares(num_jobs, 8, [], {"OMP_NUM_THREADS": given}) == [{"OMP_NUM_THREADS": threads}] * num_jobs
+    assert shares(1, 8, ["0", "1"], {}) == [{}], "one job alone is not limited"
 
 
 @pytest.mark.parametrize(
