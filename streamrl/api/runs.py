@@ -15,7 +15,7 @@ from streamrl.extension import did_you_mean
 from streamrl.metrics.files import read_object_of
 from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.summary import Summary
-from streamrl.report.card import run_html, run_text
+from streamrl.report.report import run_html, run_text
 from streamrl.run_dirs import find_run_dir
 
 

@@ -13,14 +13,14 @@ from streamrl.errors import ConfigError
 from streamrl.extension import resolve
 from streamrl.metrics.sinks import Sink, TrackedRun
 from streamrl.metrics.trackers.mlflow import open_mlflow
-from streamrl.metrics.trackers.tensorboard import open_tensorboard
+from streamrl.metrics.trackers.tensorboard import TensorBoardSink
 from streamrl.metrics.trackers.trackio import open_trackio
 from streamrl.metrics.trackers.wandb import open_wandb
 
 TrackerFactory = Callable[[TrackedRun], Sink]
 
 TRACKERS: dict[str, TrackerFactory] = {
-    "tensorboard": open_tensorboard, "mlflow": open_mlflow, "trackio": open_trackio, "wandb": open_wandb,
+    "tensorboard": TensorBoardSink, "mlflow": open_mlflow, "trackio": open_trackio, "wandb": open_wandb,
 }
 
 

@@ -13,13 +13,11 @@ from streamrl.metrics.sinks import Row, Sink, TrackedRun
 from streamrl.metrics.trackers.sample_tables import markdown_of
 
 
-def open_tensorboard(run: TrackedRun) -> Sink:
-    """A log directory of its own; a resumed run continues it, and TensorBoard hides the steps that are done again."""
-    return TensorBoardSink(run)
-
-
 class TensorBoardSink(Sink):
-    """Scalars and histograms by step, configuration and samples as text."""
+    """Scalars and histograms by step, configuration and samples as text, in a log directory of the run's own.
+
+    A resumed run continues it, and TensorBoard hides the steps that are done again.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog

@@ -9,7 +9,7 @@ import pytest
 
 import streamrl
 from streamrl.config.load import load_config, to_plain
-from streamrl.report.card import run_html
+from streamrl.report.report import run_html
 
 
 @pytest.fixture
