@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def lines(name: str, planner: Planner, machine: Machine, found: Proposal) -> list[str]:
-    """What is printed."""
+    """The printed lines."""
     from learner.fit.estimate import WORKING
 
     rank, engine = found.rank, found.engine

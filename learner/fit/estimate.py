@@ -42,13 +42,13 @@ from streamrl.errors import ConfigError, describe
 
 GIB = 1 << 30
 RESERVED = int(1.5 * GIB)
-"""Of a GPU, for the CUDA context, NCCL and cuBLAS: assumed, as no GPU was measured."""
+"""The CUDA context, NCCL and cuBLAS on each GPU: assumed, as no GPU was measured."""
 _DEPTHS = (4, 6)  # from four on, FSDP2 has as many layers gathered at once as it ever has
 _SDPA = "sdpa"
 
 
 class Sections(Protocol):
-    """Of a run's settings, those that its memory depends on."""
+    """The sections of a run's settings that its memory depends on."""
 
     advantage: AdvantageConfig
     constraint: ConstraintConfig
@@ -89,7 +89,7 @@ class RankMemory:
 
 
 def job_of(config: Sections, *, longest: int, on_gpu: bool) -> Job:
-    """What of the settings a learner rank's memory depends on; `longest` as `longest_sequence` has it."""
+    """The settings that a learner rank's memory depends on; `longest` as `longest_sequence` has it."""
     device, learner = torch.device("cuda" if on_gpu else "cpu"), config.learner
     dtype, rollout = compute_dtype(config.policy.dtype, device), config.rollout
     longest = min(longest, learner.max_row_tokens)
@@ -118,7 +118,7 @@ def mesh_of(config: Sections) -> Mesh:
 
 
 def rank_memory(job: Job, model_config: Any, *, whole_depth: bool = False) -> RankMemory:
-    """What one rank needs; a collective group of fake ranks is made for it, so none may exist.
+    """The memory of one rank; a collective group of fake ranks is made for it, so none may exist.
 
     Args:
         whole_depth: count every layer, also where two depths would tell.
@@ -156,7 +156,7 @@ def _line(one: Counter[str], other: Counter[str], factor: float) -> dict[str, in
 
 
 def _layers(model_config: Any) -> tuple[int, bool]:
-    """How many there are, and whether all have parameters of the same shapes."""
+    """The number of layers, and whether all have parameters of the same shapes."""
     with torch.device("meta"):
         layers = decoder_layers(AutoModelForCausalLM.from_config(model_config))
     shapes = {tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers}
@@ -185,7 +185,7 @@ UTILIZATION, WORKING = 0.92, 2 * GIB
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Of each GPU of an engine, in bytes."""
+    """The memory of each GPU of an engine, in bytes."""
 
     tensor_parallel: int
     weights: int
@@ -193,7 +193,7 @@ class EngineMemory:
     room: int  # for them
 
     def sequences(self, context: int) -> int:
-        """How many sequences of that length are held at once."""
+        """The number of sequences of that length that are held at once."""
         return max(0, self.room // (self.per_token * context))
 
 
@@ -227,7 +227,7 @@ def tensor_parallel_sizes(model_config: Any, most: int) -> list[int]:
 
 
 def check_memory(config: Sections, total_bytes: int, *, longest: int) -> RankMemory:
-    """What a rank needs of a GPU with so many bytes; `longest` as `longest_sequence` has it.
+    """The memory that a rank needs of a GPU with so many bytes; `longest` as `longest_sequence` has it.
 
     Raises:
         ConfigError: more than the part of it that a rank may take.
@@ -246,7 +246,7 @@ def check_memory(config: Sections, total_bytes: int, *, longest: int) -> RankMem
 
 
 def _remedy(config: Sections) -> str:
-    """What saves most of what is not used yet."""
+    """The setting that saves most of those not used yet."""
     policy, ranks = config.policy, config.launch.num_learner_ranks
     if not policy.gradient_checkpointing:
         return "set policy.gradient_checkpointing=true, or lower learner.max_tokens_per_device"

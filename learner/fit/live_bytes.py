@@ -75,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def begin(self, phase: str) -> None:
-        """What happens from here on belongs to this phase."""
+        """Begin a phase, to which the events from here on belong."""
         self._phases.append((phase, len(self._events)))
 
     def label(self, kind: str, tensors: Iterable[Tensor], *, again: bool = False) -> None:

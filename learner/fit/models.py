@@ -32,7 +32,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""What of their config.json decides memory, so that no hub is needed."""
+"""The parts of their config.json that decide memory, so that no hub is needed."""
 
 
 def values_of_model(name: str) -> dict[str, Any] | None:

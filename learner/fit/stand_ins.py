@@ -18,7 +18,7 @@ from streamrl.architectures.attention import MaskRule
 from streamrl.config.schema import LoraBase
 
 QUANTIZED_BYTES = {LoraBase.int8: 1.0, LoraBase.nf4: 0.5 + (1 + 4 / 256) / 64}
-"""Of each weight of a frozen linear layer. nf4 has a byte for 64 weights, and a float32 for 256 of those bytes."""
+"""Bytes a weight of a frozen linear layer. nf4 has a byte for 64 weights, and a float32 for 256 of those bytes."""
 
 
 def flash_attention(

@@ -38,7 +38,7 @@ register(_FLASH)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What decides the memory of a learner rank, beside the model.
+    """The inputs to the memory of a learner rank, beside the model.
 
     Attributes:
         on_gpu: half precision, sharded even on one rank, flash attention.

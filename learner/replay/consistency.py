@@ -1,4 +1,4 @@
-"""Whether the parts of a run's record agree with each other: its log, versions, metrics, evaluations, summary.
+"""Comparison of the parts of a run's record with each other: its log, versions, metrics, evaluations, summary.
 
 Nothing is trained here: records that were edited together, as a reward in its frame, its batch and its row of metrics,
 agree. What the weights and the task say of them is for the other levels of `streamrl verify`.

@@ -99,7 +99,7 @@ class OpenedRun:
             )
 
     def difference(self) -> str | None:
-        """How the weights differ from those that the run published as this version, "" if not; None: it did not."""
+        """The difference to the weights that the run published as this version, "" if none; None: it did not."""
         with closing(self._digests()) as digests:
             manifest = self.history.published.get(self.version)
             return None if manifest is None else digests.difference(self.version, manifest)

@@ -19,7 +19,7 @@ from streamrl.metrics.text import compact, time_left
 log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
-"""What `Meter.flush` gives: numbers, and histograms as dict of bin to count."""
+"""The result of `Meter.flush`: numbers, and histograms as dict of bin to count."""
 
 
 def dense_histogram(bins: Mapping[int, int]) -> tuple[list[int], list[int]]:

@@ -59,7 +59,7 @@ class Summary:
     dtype: str
     seed: int
     num_leases_retried: int = 0
-    """Of the reissued leases, those whose episodes failed in their environment."""
+    """The part of the reissued leases whose episodes failed in their environment."""
     num_episodes_failed: int = 0
     first_failure: str = ""
     """The first failed episode, in words; of a resumed run, of its last part."""
@@ -77,9 +77,9 @@ class Summary:
     """Standard errors of `eval_score_first` and `eval_score_last`, over prompts."""
     eval_stderr_last: float | None = None
     warnings: Sequence[str] = ()
-    """What a reader of the results must know, from `warnings_of`."""
+    """Problems that a reader of the results must know, from `warnings_of`."""
     diagnosis: str = ""
-    """What limited the run's speed, from `streamrl.metrics.diagnosis`; empty if it was too short to tell."""
+    """The bottleneck of the run, from `streamrl.metrics.diagnosis`; empty if it was too short to tell."""
     sandbox_level: int = 0
     """The lowest level of sandbox (docs/sandbox.md) that programs of the model have had; 0 if there were none."""
     tracked: Sequence[str] = ()

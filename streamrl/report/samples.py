@@ -16,7 +16,7 @@ from streamrl.metrics.text import compact
 NUM_RANDOM = 2
 NUM_EVALUATED = 4
 MAX_CHARACTERS = 4000
-"""Of a prompt, an answer or a turn; the whole stands in samples.jsonl."""
+"""The limit for a prompt, an answer or a turn; the whole stands in samples.jsonl."""
 MAX_TOKENS = 600
 SHADES = (0.05, 0.2, 0.5, 1.0)
 """Absolute log-ratios from which a token is colored, ever darker."""

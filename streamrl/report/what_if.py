@@ -21,7 +21,7 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What training on one batch measured; None where it did not.
+    """Measurements of training on one batch; None where there is none.
 
     Attributes:
         ess: effective share of all trajectories, those included that a veto removes, against the recorded log-probs.

@@ -27,7 +27,7 @@ MAX_LINE = 60
 """Characters of a prompt's line in a table."""
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 ROWS = 1024
-"""Of one row group: so many answers are in memory at once."""
+"""Answers of one row group, which are in memory at once."""
 _CONFIGS = ("generation_config.json", "config.json")
 Text = Callable[[Sequence[int]], str]
 
@@ -192,7 +192,7 @@ def _turns(member: Member, num_tokens: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _context(member: Member, prompt: list[int], tokens: list[int], start: int) -> list[int]:
-    """All that the model read before token `start`: of its own sequence, where the history was rewritten."""
+    """The tokens that the model read before `start`: of its own sequence, where the history was rewritten."""
     for one in reversed(member.sequences):
         if one.start <= start:
             return [*_ids(one.prompt_ids), *tokens[one.start : start]]

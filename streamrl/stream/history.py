@@ -185,7 +185,7 @@ class LoggedGroup:
 
     @property
     def members(self) -> list[Member]:
-        """Those with an answer."""
+        """The members with an answer."""
         found = self.group.members if self.group is not None else ()
         return [one for one in found if one.status != MemberStatus.ABORTED]
 

@@ -81,11 +81,11 @@ class RunStarted(Record):
     """Counts the starts of the learner, from 1."""
     learner_epoch: int
     version: int
-    """It begins with these weights: of a checkpoint, or of the end of the log."""
+    """The version that it begins with: of a checkpoint, or of the end of the log."""
     settings: str
     """The run's settings, as JSON."""
     environment: dict[str, str]
-    """What bit-equality depends on: versions of packages, the torch build, threads, ranks, device."""
+    """The conditions of bit-equality: versions of packages, the torch build, threads, ranks, device."""
     again_from: int = -1
     """Batches from this version on were trained again from the log; -1 if none was."""
     equal: bool = True
@@ -119,7 +119,7 @@ class GroupMoved(Record):
     reason: str = ""
     """Why it was dropped."""
     discarded: bool = False
-    """What had arrived of it is not trained on: it is generated again."""
+    """True: the group is generated again, and its answers so far are not trained on."""
     actor_id: str = ""
     attempt: int = 0
     members: tuple[int, ...] = ()
@@ -209,7 +209,7 @@ def encode(sequence: int, body: Record) -> list[bytes]:
 
 
 def _group_parts(body: GroupArrived) -> list[bytes]:
-    """What the encoder gives for a group, with the frame as a part of its own."""
+    """The encoding of a group, with the frame as a part of its own."""
     without = _ENCODER.encode(msgspec.structs.replace(body, frame=b""))
     after = _ENCODER.encode(body.refused) + _ENCODER.encode(body.digest)
     before = without[: -len(after) - len(_ENCODER.encode(b""))]
@@ -218,7 +218,7 @@ def _group_parts(body: GroupArrived) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the records of one segment are written.
+    """The form in which the records of one segment are written.
 
     Attributes:
         salt: the header's digest begins with it; None for an old segment, whose headers have none.

@@ -14,7 +14,7 @@ from streamrl.metrics.trackers.sample_tables import COLUMNS, rows_of
 
 _RUN_ID = "streamrl.run_id"
 _MAX_PARAMS, _MAX_CHARS = 100, 500
-"""Of one call, and of one value: what every store of MLflow takes."""
+"""Limits of one call and of one value that every store of MLflow takes."""
 
 
 def open_mlflow(run: TrackedRun) -> Sink:

@@ -12,7 +12,7 @@ COLUMNS = (
     "answer", "expected", "parts", "group", "member", "record", "actor",
 )
 MAX_MARKDOWN_CHARS = 2000
-"""Of a prompt or an answer in a Markdown table."""
+"""The limit for a prompt or an answer in a Markdown table."""
 _SHOWN = str.maketrans({**{char: f"&#{ord(char)};" for char in "&<>\\`*_[]|#~"}, "\n": "<br>"})
 """Characters that Markdown or HTML would render, as themselves."""
 
