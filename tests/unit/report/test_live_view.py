@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 import threading
 from contextlib import closing
 
@@ -68,7 +67,7 @@ def test_with_three_actors_and_everything_measured_nothing_is_cut_off_at_80_by_2
 
     assert len(lines) <= 23 and all(len(line) == 80 for line in lines)
     assert lines[0].startswith("╭") and lines[-1].startswith("╰") and "string.reverse" in lines[-1]
-    assert sum("actor-" in line for line in lines) == 3 and any("3 episodes failed" in line for line in lines)
+    assert sum("actor-" in line for line in lines) == 3 and "3 episodes failed" in lines[3], "the first of the numbers"
     assert "08:26:38" in "".join(lines), "the newest line of the logs"
     assert not any("…" in line for line in lines if "learner  evaluation" not in line)
 
@@ -233,7 +232,7 @@ def test_after_a_resume_only_the_repeated_steps_are_new(tmp_path):
 
 def test_on_a_terminal_the_last_frame_holds_the_last_step_and_log_line_task_and_model(tmp_path, finished):
     (tmp_path / "config.json").write_text(json.dumps({"env": {"name": "math"}, "policy": {"model_path": "a/b/Qwen"}}))
-    (tmp_path / "status.json").write_text(json.dumps({**STATUS, "counters": {"num_episodes_failed": 12.0}}))
+    (tmp_path / "status.json").write_text(json.dumps(STATUS))
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row(12)) + "\n")
     out = io.StringIO()
     view = LiveView(tmp_path, console=Console(file=out, force_terminal=True, width=100))
@@ -242,8 +241,8 @@ def test_on_a_terminal_the_last_frame_holds_the_last_step_and_log_line_task_and_
 
     view.run(finished)
 
-    for shown in ("step 12/40", "hub silent, keeping 3 groups", "math, b/Qwen", "failures    12 episodes failed"):
-        assert shown in re.sub(r"\x1b[^m]*m", "", out.getvalue())
+    for shown in ("step 12/40", "hub silent, keeping 3 groups", "math, b/Qwen"):
+        assert shown in out.getvalue()
 
 
 def test_without_a_terminal_every_phase_of_the_start_has_a_line(tmp_path, finished):
