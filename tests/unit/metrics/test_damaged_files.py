@@ -93,7 +93,7 @@ def test_nothing_else_in_the_product_appends_to_a_file_that_is_read_back():
     found = {str(path.relative_to(ROOT)) for room in ("streamrl", "learner", "actors") for path in
              (ROOT / room).rglob("*.py") if re.search(r"""open\((?:[^()\n]*, )?["']a\+?b?["']""", path.read_text())}
     assert found == {
-        "streamrl/metrics/files.py", "streamrl/supervise/child.py", "streamrl/sweep/job.py",  # logs
+        "streamrl/metrics/files.py", "streamrl/processes.py", "streamrl/sweep/job.py",  # logs
         "streamrl/run_dirs.py", "learner/checkpoint/run_lock.py", "actors/engines/vllm/process.py",  # locks
     }
 
