@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from actors.engines.base import end_of_sequence_ids
-from actors.trajectory.token_bytes import token_bytes
 from envs.data.chat_template import Tools, plain_text, rendered, template_forms, template_text, writes_calls
 from envs.rewards.thoughts import TAIL, heard
 from streamrl.environment import SYSTEM_ROLES, ChatMessage, InputText
@@ -29,6 +29,8 @@ SHORT_TOKEN_CHARS = 8
 """Characters per token of a piece that is counted alone: texts have fewer."""
 _CUTS = 16
 _LARGE = 1 << 15  # characters
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"  # of sentencepiece
 _ANSWER = "streamrlanswer"  # stands for the model's turn when the template is asked what follows one
 
 
@@ -255,3 +257,49 @@ def _with_system_text(messages: Sequence[ChatMessage], text: str) -> list[ChatMe
     if messages and messages[0].role in SYSTEM_ROLES:
         return [replace(messages[0], content=f"{messages[0].content}\n\n{text}"), *messages[1:]]
     return [ChatMessage("system", text), *messages]
+
+
+def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
+    """A function from an id to the bytes that it stands for, of which a text shows parts of characters as replacements.
+
+    Ids of a padded vocabulary, which the tokenizer does not have, have none.
+    """
+    decoders = set(_decoders(getattr(tokenizer, "backend_tokenizer", None)))
+    whole = {number: added.content for number, added in tokenizer.added_tokens_decoder.items()}
+
+    def found(token_id: int) -> bytes:
+        if token_id in whole:
+            return whole[token_id].encode()
+        token = tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        if "ByteLevel" in decoders and all(character in _BYTES for character in token):
+            return bytes(_BYTES[character] for character in token)
+        if "ByteFallback" in decoders and (byte := _BYTE.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        if "Metaspace" in decoders or "Replace" in decoders:
+            return token.replace(_SPACE, " ").encode()
+        return tokenizer.decode([token_id]).encode()
+
+    return found
+
+
+def _decoders(backend: Any) -> Iterator[str]:
+    """The types of a tokenizer's decoder, of a sequence those of all its parts."""
+    if backend is None or backend.decoder is None:
+        return
+    left = [json.loads(backend.decoder.__getstate__())]
+    while left:
+        one = left.pop()
+        yield one["type"]
+        left += one.get("decoders", ())
+
+
+def _byte_level() -> dict[str, int]:
+    """Characters of a byte-level vocabulary: printable bytes stand for themselves, the others for those from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_level()

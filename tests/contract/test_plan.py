@@ -67,7 +67,6 @@ SIDEWAYS = {
 
 KNOWN_CYCLES: tuple[set[str], ...] = (
     {"streamrl.weights", "streamrl.weights.delta", "streamrl.weights.pull", "streamrl.weights.shm"},
-    {"actors.render", "actors.trajectory"},
 )
 """Folders that import each other and are not to; a smaller cycle of some of them passes, any other fails."""
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from actors.render import Renderer
-from actors.trajectory.token_bytes import token_bytes
+from actors.render import Renderer, token_bytes
 from tests.unit.actors.fakes import TOKENIZER, installed_engine, run
 from tests.unit.actors.test_requests import serving
 
