@@ -178,12 +178,12 @@ class RuntimeHandle:
 def has_processes(welcome: Welcome, overrides: Sequence[str]) -> bool:
     """Whether the engine of these settings may start processes; the native one starts none."""
     try:
-        return from_plain(_told(welcome), list(overrides)).actors.engine != "native"
+        return from_plain(_run_settings(welcome), list(overrides)).actors.engine != "native"
     except ConfigError:  # nothing is built then, which says why
         return False
 
 
-def _told(welcome: Welcome) -> dict[str, Any]:
+def _run_settings(welcome: Welcome) -> dict[str, Any]:
     """The hub's settings. Raises ConfigError: they cannot be read."""
     try:
         told = json.loads(welcome.task)
@@ -217,7 +217,7 @@ def build_runtime(
         source.pull_token, source.limits = latest.pull_token, latest.limits
 
     set_welcome(welcome)
-    told = _told(welcome)
+    told = _run_settings(welcome)
     refuse_references(told)
     config = from_plain(told, list(overrides))
     check_allowed(to_plain(config), to_plain(local_settings(overrides)))  # before anything is imported by its name

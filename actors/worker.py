@@ -269,10 +269,10 @@ class Worker:
             self._leases.drop_stuck(self._limits)
             self._stuck = self._leases.stuck(self._limits)
             self._update_progress()
-            self._say_what_was_done()
+            self._log_activity()
             await asyncio.sleep(PROGRESS_S)
 
-    def _say_what_was_done(self) -> None:
+    def _log_activity(self) -> None:
         runtime = self._runtime
         if runtime is None or runtime.engine.installed is None:
             return

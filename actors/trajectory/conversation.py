@@ -27,7 +27,7 @@ REWRITES = (
     "in the context that it was sampled in.%s"
 )
 KEEP = " Templates that leave out earlier thinking do so; env.history=append keeps the turns as they were sampled."
-_told: set[str] = set()
+_warned: set[str] = set()
 """What was said of rewritten histories: once a process is enough."""
 
 
@@ -102,8 +102,8 @@ class Conversation:
 
 def note_rewriting(author: str) -> None:
     """Say once who rewrites histories."""
-    if author not in _told:
-        _told.add(author)
+    if author not in _warned:
+        _warned.add(author)
         log.info(REWRITES, author, KEEP if author == TEMPLATE else "")
 
 

@@ -193,7 +193,7 @@ class _Process:
                 if isinstance(found.get("id"), int) and {"reward", "error"} & set(found):
                     with self._lock:
                         answer = self._asked.pop(found["id"], None)
-                    _tell(answer, found)
+                    _resolve(answer, found)
                 else:
                     sys.stderr.write(line)
         finally:
@@ -211,12 +211,12 @@ class _Process:
             asked, self._asked = self._asked, {}
         self._child.process.wait()
         for answer in asked.values():
-            _tell(answer, {"error": ENDED})
+            _resolve(answer, {"error": ENDED})
         with contextlib.suppress(queue.Full):
             self._to_say.put_nowait("")  # ends the writer
 
 
-def _tell(answer: asyncio.Future[dict[str, Any]] | None, found: dict[str, Any]) -> None:
+def _resolve(answer: asyncio.Future[dict[str, Any]] | None, found: dict[str, Any]) -> None:
     if answer is not None:
         with contextlib.suppress(RuntimeError):  # its loop is closed
             answer.get_loop().call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))

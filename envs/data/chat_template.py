@@ -16,7 +16,7 @@ log = logging.getLogger("streamrl.data")
 Tools = Sequence[Mapping[str, Any]]
 Form = dict[str, Any]
 """A message as templates read it."""
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def template_text(tokenizer: Any) -> str:
@@ -134,6 +134,6 @@ def _as_text(arguments: Any) -> str:
 
 
 def _tell_once(text: str) -> None:
-    if text not in _told:
-        _told.add(text)
+    if text not in _warned:
+        _warned.add(text)
         log.warning("%s", text)

@@ -59,16 +59,16 @@ class FieldTask:
         return self._records.record(split, index)
 
     def target(self, record: Record) -> str | None:
-        return self._told("target", record, None)
+        return self._read("target", record, None)
 
     def answer(self, record: Record) -> Any:
-        return self._told("answer", record, None)
+        return self._read("answer", record, None)
 
     def answer_forms(self, record: Record) -> Sequence[str]:
-        return self._told("answer_forms", record, [])
+        return self._read("answer_forms", record, [])
 
     def is_no_answer(self, record: Record) -> bool:
-        return self._told("is_no_answer", record, False)
+        return self._read("is_no_answer", record, False)
 
     def set_up(self) -> None:
         self._all("set_up")
@@ -82,7 +82,7 @@ class FieldTask:
     def env_of(self, record: Record) -> Env:
         return self._tasks[self.label(record)].env()
 
-    def _told(self, method: str, record: Record, otherwise: Any) -> Any:
+    def _read(self, method: str, record: Record, otherwise: Any) -> Any:
         known = getattr(self._tasks[self.label(record)], method, None)
         return otherwise if known is None else known(record)
 

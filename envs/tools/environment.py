@@ -63,12 +63,12 @@ class ToolEnv:
         self._reset, self._step, *calls = alike(*_functions(env, tools))
         self._calls = dict(zip(self._tools, calls, strict=True))
         self._turn = self._num_calls = self._num_errors = 0
-        self._told = False
+        self._no_calls_left = False
         self.hears_thoughts = True
 
     async def reset(self, record: Record) -> Sequence[ChatMessage]:
         self._turn = self._num_calls = self._num_errors = 0
-        self._told = False
+        self._no_calls_left = False
         messages = await call(self._reset, record)
         described = [schema(tool) for tool in self._tools.values()] if self._rules.describe else []
         self.tools = [*described, *(self._env.tools if isinstance(self._env, HasTools) else ())]
@@ -77,7 +77,7 @@ class ToolEnv:
     async def step(self, action: str) -> Step:
         self._turn += 1
         rules = self._rules
-        calls = [] if self._told else rules.parse(spoken(action), list(self._tools.values()))
+        calls = [] if self._no_calls_left else rules.parse(spoken(action), list(self._tools.values()))
         if not calls or self._turn >= rules.max_turns:
             step = await call(self._step, action if getattr(self._env, "hears_thoughts", False) else str(action))
             counts = {"tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
@@ -85,7 +85,7 @@ class ToolEnv:
             return replace(step, parts={**counts, **step.parts}) if step.done else step
         answers = [await self._answer(one) for one in calls[: rules.max_calls - self._num_calls]]
         if len(answers) < len(calls) or not answers:
-            self._told = True
+            self._no_calls_left = True
             answers.append(ChatMessage(rules.role, rules.error_text or NO_CALLS_LEFT))
         return Step(reward=0.0, done=False, messages=answers)
 

@@ -27,7 +27,7 @@ from streamrl.stream.writer import LogWriter
 from streamrl.transport.log_limit import LogLimit
 
 log = logging.getLogger("streamrl.hub")
-_told = LogLimit(log)
+_limited_log = LogLimit(log)
 
 
 def open_ledger(settings: HubSettings) -> tuple[Ledger, RunLog]:
@@ -79,7 +79,7 @@ def _eval_record(task: Task, index: int) -> bytes | None:
     try:
         return record_of(task, "test", index)
     except TaskError as error:
-        _told.warning("this record is passed over: %s", error)
+        _limited_log.warning("this record is passed over: %s", error)
         return None
 
 

@@ -156,7 +156,7 @@ def load_networks(
     )
     if past.checkpoint is not None:
         past.checkpoint.restore(policy, networks.optimizer, ranks)
-        _restore_beside(past.checkpoint, networks, reference_moves=bool(config.reference.sync_every_steps))
+        _restore_auxiliary(past.checkpoint, networks, reference_moves=bool(config.reference.sync_every_steps))
     if config.learner.gpu_memory_share is not None:  # before actors measure what is free beside this process
         allocate_moments(networks.optimizer)
         if critic is not None:
@@ -180,7 +180,7 @@ def _proximal(policy: Policy, load: Callable[[], Policy], lora: LoraConfig) -> F
     return FrozenPolicy(load(), name="ewma")
 
 
-def _restore_beside(checkpoint: Checkpoint, networks: Networks, *, reference_moves: bool) -> None:
+def _restore_auxiliary(checkpoint: Checkpoint, networks: Networks, *, reference_moves: bool) -> None:
     """The networks beside the policy; one that the run gained since the checkpoint starts from its own beginning."""
     critic, proximal, reference = networks.critic, networks.proximal, networks.reference
     if critic is not None and not critic.restore(checkpoint.shards()):

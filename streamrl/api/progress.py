@@ -68,12 +68,12 @@ class PythonCaller(Caller):
             for line in self._metrics.lines():
                 if hash(line) not in self._seen:
                     self._seen.add(hash(line))
-                    self._tell(parse_row(line))
+                    self._call_back(parse_row(line))
         except BaseException as error:  # the caller gets it once everything has stopped
             self.raised = error
         return self.raised is None
 
-    def _tell(self, row: Mapping[str, Any]) -> None:
+    def _call_back(self, row: Mapping[str, Any]) -> None:
         if self._on_step is not None and "time/step_s" in row:
             self._on_step(row)
         if self._on_evaluation is not None and (found := evaluation_of(row)) is not None:

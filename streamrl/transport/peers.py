@@ -83,7 +83,7 @@ class PeerLimit:
         self._peers: dict[int, _Peer] = {}
         self._refused: OrderedDict[bytes, None] = OrderedDict()
         self._num_new = 0
-        self._told = LogLimit(log, burst=1, interval_s=10.0)
+        self._limited_log = LogLimit(log, burst=1, interval_s=10.0)
         self.num_closed = 0
 
     def watch(self, now: float) -> bool:
@@ -141,8 +141,10 @@ class PeerLimit:
         for descriptor in ended:
             self._close(descriptor)
         if surplus:
-            self._told.warning("%d connections that did not say who they are were ended: %d such are allowed, as a "
-                               "process may have so many descriptors (ulimit -n)", surplus, allowed)
+            self._limited_log.warning(
+                "%d connections that did not say who they are were ended: %d such are allowed, as a process may have "
+                "so many descriptors (ulimit -n)", surplus, allowed,
+            )
 
     def close(self) -> None:
         """Close the monitor; call it before the router is closed."""

@@ -173,7 +173,7 @@ def _export(run_dir: Path, wanted: Wanted, out: Path) -> int:
         print("no tokenizer is at hand: token ids only, without texts", file=sys.stderr)
     start = next((one for _, one in read_records(run_dir, complete_from=ANYWHERE) if isinstance(one, RunStarted)), None)
     num = export(
-        _told(run_dir, wanted), out, run_id=start.run_id if start else run_dir.resolve().name,
+        _selected(run_dir, wanted), out, run_id=start.run_id if start else run_dir.resolve().name,
         model=_model_of(start), text=text,
     )
     if not num:
@@ -192,7 +192,7 @@ def _model_of(start: RunStarted | None) -> str:
     return Path(named).name if isinstance(named, str) and named else "tiny"
 
 
-def _told(run_dir: Path, wanted: Wanted) -> Iterator[LoggedGroup]:
+def _selected(run_dir: Path, wanted: Wanted) -> Iterator[LoggedGroup]:
     """The wanted groups with an answer; tells now and then how far it is."""
     num = 0
     for sequence, one in rows(run_dir, wanted):

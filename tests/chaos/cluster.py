@@ -117,7 +117,7 @@ class Cluster:
         """Everything heals, everyone is back, some more batches, then SIGTERM: TimeoutError if that does not happen."""
         self.spec.armed.clear()
         self._run_due(float("inf"))
-        self._tell("heal")
+        self._command("heal")
         self.history.add("heal", kind="everything")
         deadline = time.monotonic() + WIND_DOWN_S
         target, told = self._num_batches() + 4, False
@@ -170,7 +170,7 @@ class Cluster:
     def _after(self, seconds: float, action: Any) -> None:
         self._later.append((time.monotonic() + seconds, action))
 
-    def _tell(self, *command: Any) -> None:
+    def _command(self, *command: Any) -> None:
         self._commands.send(command)
 
     def _pause(self, pid: int, seconds: float) -> None:
@@ -197,7 +197,7 @@ class Cluster:
         if pid := self._process(fault.target):
             self._pause(pid, 1.5)
             self._start_actors(fault.target)
-            self._after(1.4, partial(self._tell, "reset", 1.0))  # what the hub told the older one is lost
+            self._after(1.4, partial(self._command, "reset", 1.0))  # what the hub told the older one is lost
 
     def _kill_hub(self, fault: Fault) -> None:
         self._kill(self._hub())
@@ -229,28 +229,28 @@ class Cluster:
         if "epoch" in fault.point or fault.point in ("hub_bound", "hub_up_before_publish"):
             self._kill(self.learner)  # these are passed at a start only
         elif fault.point in ("joined_before_welcome", "actor_welcomed"):
-            self._tell("reset", 1.0)
+            self._command("reset", 1.0)
 
     def _reset(self, fault: Fault) -> None:
-        self._tell("reset", 0.3)
+        self._command("reset", 0.3)
 
     def _reset_all(self, fault: Fault) -> None:
-        self._tell("reset", 1.0)
+        self._command("reset", 1.0)
 
     def _partition(self, fault: Fault) -> None:
-        self._tell("refuse", True)
-        self._after(fault.seconds, partial(self._tell, "refuse", False))
+        self._command("refuse", True)
+        self._after(fault.seconds, partial(self._command, "refuse", False))
 
     def _one_way(self, fault: Fault) -> None:
-        self._tell("block", [fault.count % 2 == 0, fault.count % 2 == 1])
-        self._after(fault.seconds, partial(self._tell, "block", [False, False]))
+        self._command("block", [fault.count % 2 == 0, fault.count % 2 == 1])
+        self._after(fault.seconds, partial(self._command, "block", [False, False]))
 
     def _delay(self, fault: Fault) -> None:
-        self._tell("delay", fault.seconds / 10)
-        self._after(fault.seconds, partial(self._tell, "delay", 0.0))
+        self._command("delay", fault.seconds / 10)
+        self._after(fault.seconds, partial(self._command, "delay", 0.0))
 
     def _spend(self, fault: Fault) -> None:
-        self._tell("spend", fault.kind, fault.count)
+        self._command("spend", fault.kind, fault.count)
 
     _flip = _duplicate = _late_copy = _truncate = _spend
 

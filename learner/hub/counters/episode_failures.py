@@ -38,7 +38,7 @@ class EpisodeFailures(Observer):
         self._stop_at_long_prompt = stop_at_long_prompt
         self._notify = notify
         self._num_failed = self._num_unusable = 0
-        self._told: set[ReturnReason] = set()
+        self._reported: set[ReturnReason] = set()
         self._any_came = False
         self._recent: deque[bool] = deque(maxlen=NUM_RECENT)
         self._alarmed = False
@@ -72,8 +72,8 @@ class EpisodeFailures(Observer):
         if self._num_unusable >= max(NUM_FIRST, 2 * num_open) and not self._any_came and not self.fatal:
             self.fatal = f"all of the first {self._num_unusable} prompts came back, the run stops: {detail}"
             self._notify(self.fatal)
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._reported:
+            self._reported.add(reason)
             self._notify(f"a lease came back ({reason.name.lower()}): {detail}")
         if self._stop_at_long_prompt and reason == ReturnReason.TOO_LONG and not self.fatal:
             self.fatal = f"data.prompt_overflow=error, the run stops: {detail}"

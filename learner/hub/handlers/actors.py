@@ -58,7 +58,7 @@ class ActorHandler:
         self._hub, self._broadcast = hub, broadcast
         self._decoder = Decoder(TO_HUB, hub.settings.limits.max_message_bytes)
         self._incarnations: dict[str, int] = {}
-        self._told = LogLimit(log)
+        self._limited_log = LogLimit(log)
         self._moves = LogLimit(log, burst=MAX_MOVES)
         self._ack_at, self._acked_upto = 0.0, 0  # when, and the record up to which the log was on the disk then
         self._num_heartbeats = 0
@@ -83,7 +83,7 @@ class ActorHandler:
         except WireError as error:
             self._hub.counters[f"num_wire_errors_{error.counter}"] += 1
             peer = actor.actor_id if actor else "an unregistered peer"
-            self._told.warning("refused a message of %s (%s): %s", peer, error.counter, error)
+            self._limited_log.warning("refused a message of %s (%s): %s", peer, error.counter, error)
             if actor is not None:
                 self._refused(actor, error, now)
             elif isinstance(error, ProtocolVersionError):
@@ -131,7 +131,7 @@ class ActorHandler:
                     for one in hub.observers:
                         one.group(arrival)
                 if result.strike or result.kind == "rejected":
-                    write = self._told.warning if result.strike else log.debug
+                    write = self._limited_log.warning if result.strike else log.debug
                     write("rejected(%s) from %s: %s", result.reason.name.lower(), actor.actor_id, result.detail)
                 if result.strike:
                     self._strike(actor, result.detail, now)
@@ -267,7 +267,7 @@ class ActorHandler:
         health = hub.weights.health
         if not message.ok:
             hub.counters["num_install_failures"] += 1
-            self._told.warning("%s refused version %s: %s", actor.actor_id, message.target, message.error)
+            self._limited_log.warning("%s refused version %s: %s", actor.actor_id, message.target, message.error)
             hub.ledger.installed(actor.actor_id, message.target, False, now)
             return
         if health.wrong_root(*identity, message.target, message.root):

@@ -65,7 +65,7 @@ class RankHandler:
         self._shares: dict[int, BatchShare] = {}
         self._stop_reason: str | None = None
         self._evals: set[int] = set()
-        self._told, self._counts_before = False, hub.ledger.counts.copy()
+        self._warned, self._counts_before = False, hub.ledger.counts.copy()
         self._cuts: deque[tuple[int, int]] = deque(maxlen=8)  # (version, its record in the log) of the last batches
         # (record, sender, message, what to do once the log has that record on the disk), in order
         self._held: deque[tuple[int, bytes, Message, Callable[[float], None]]] = deque()
@@ -259,9 +259,9 @@ class RankHandler:
         """Say what is wrong with the rewards since the start of this hub, if anything is and it was not said yet."""
         counts = self._hub.ledger.counts.copy()
         counts.subtract(self._counts_before)  # of a resumed run, what arrived since
-        told = "" if self._told else teaches_nothing(counts, self._hub.arrivals.equal_reward)
+        told = "" if self._warned else teaches_nothing(counts, self._hub.arrivals.equal_reward)
         if told:
-            self._told = True
+            self._warned = True
             self._hub.notify(told)
         return bool(told)
 

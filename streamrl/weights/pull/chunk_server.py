@@ -193,7 +193,7 @@ class ChunkSocket:
         self.num_bytes_served = 0
         self._socket, self._authenticator = socket, authenticator
         self.peers = PeerLimit(socket)
-        self._told = LogLimit(log)
+        self._limited_log = LogLimit(log)
         self._chunks: ChunkServer | None = None
         self.lock = threading.Lock()
         self._stopping = threading.Event()
@@ -245,7 +245,7 @@ class ChunkSocket:
                     return
                 chunk, payload = self._chunks.answer(pull)
         except (WireError, IndexError) as error:
-            self._told.warning("refused a pull: %s", error)
+            self._limited_log.warning("refused a pull: %s", error)
             self.peers.refuse(frame, routing_id)
             return
         self.peers.heard(frame, now, None if chunk.status == ChunkStatus.DENIED else routing_id)

@@ -102,7 +102,7 @@ def sequences(member) -> list[str]:
 
 
 def test_a_template_that_strips_thinking_gives_a_sequence_for_each_of_the_users_turns(caplog, monkeypatch):
-    monkeypatch.setattr(conversation, "_told", set())
+    monkeypatch.setattr(conversation, "_warned", set())
     caplog.set_level(logging.INFO, "streamrl.actor")
 
     async def work():

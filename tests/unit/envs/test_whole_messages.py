@@ -185,7 +185,7 @@ def test_a_template_or_a_join_that_writes_no_calls_refuses_them(tmp_path, caplog
     made.chat = False
     with pytest.raises(TaskError, match="tool_calls"):
         made.encode(messages)
-    chat_template._told.clear()
+    chat_template._warned.clear()
     with caplog.at_level(logging.WARNING):
         assert "2+2" not in Renderer(tool_tokenizer("qwen"), chat_template=chatml).input_text(thought)
     assert "does not write reasoning_content" in caplog.text
