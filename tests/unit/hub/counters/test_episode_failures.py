@@ -154,7 +154,8 @@ def fail_everything(hub: LiveHub, peer: Peer, manifest: Manifest, num_groups: in
 def test_the_learner_stops_with_the_cause_and_launch_can_read_it(tmp_path, model_dir):
     with LiveHub(tmp_path, config_of("rollout.num_responses_per_prompt=8"), vocab_size=100) as hub:
         manifest = hub.publish(0, model_dir)
-        fail_everything(hub, hub.connect(), manifest, NUM_FIRST // 8, Purpose.TRAIN)
+        peer = hub.connect()  # its name keeps it: what a collected socket has not sent yet is lost
+        fail_everything(hub, peer, manifest, NUM_FIRST // 8, Purpose.TRAIN)
         with pytest.raises(TaskError, match=f"all of the first {NUM_FIRST} episodes failed.*{CAUSE}"):
             hub.link.next_batch(0)
         assert hub.link.status.first_failure == CAUSE
@@ -169,7 +170,8 @@ def test_an_evaluation_without_a_score_names_the_cause(tmp_path, model_dir):
     with LiveHub(tmp_path, config_of("hub.num_max_attempts=1"), vocab_size=100) as hub:
         manifest = hub.publish(0, model_dir)
         hub.link.evaluate(0, 0, 2)
-        fail_everything(hub, hub.connect(), manifest, 2, Purpose.EVAL)
+        peer = hub.connect()
+        fail_everything(hub, peer, manifest, 2, Purpose.EVAL)
         hub.link.wait_for_evals()
 
     (result,) = hub.link.evals
