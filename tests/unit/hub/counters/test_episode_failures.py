@@ -139,7 +139,8 @@ def fail_everything(hub: LiveHub, peer: Peer, manifest: Manifest, num_groups: in
     peer.join()
     peer.send(Installed(manifest.ref, manifest.root, True, 1, 0.0, 0.0, 0.0, 0.0, 0, ""))
     actor = FakeActor(hub.server.context.ledger, "a1", ref=manifest.ref)
-    beat = ActorHeartbeat(11, 1, ActorState.RUNNING, 4, 0, manifest.ref, 0, (), 0, 0, 4, {}, 4, manifest.root)
+    # One lease at a time: how many more are under way when the last failure arrives decides whether the run stops.
+    beat = ActorHeartbeat(11, 1, ActorState.RUNNING, 1, 0, manifest.ref, 0, (), 0, 0, 4, {}, 1, manifest.root)
     done = 0
     while done < num_groups:
         peer.send(beat)
