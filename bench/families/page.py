@@ -56,11 +56,12 @@ def _notes(line: dict[str, Any]) -> list[str]:
     return [*([f"with {' and '.join(saved)}"] if saved else []), *only, *([f"LoRA: {why}"] if why else [])]
 
 
-def write() -> None:
+def main() -> None:
+    """Write the generated part of the page."""
     text = PAGE.read_text()
     before = text[: text.rindex(f"\n{_BEGINNING}") + 1]
     PAGE.write_text(before + generated(*(read_lines(RESULTS / f"{engine}.jsonl") for engine in ("native", "vllm"))))
 
 
 if __name__ == "__main__":
-    write()
+    main()
