@@ -415,7 +415,8 @@ def test_a_lease_without_an_event_is_stuck_and_later_handed_back_though_others_m
                 await one.finished(number - 1)
                 expected = () if seconds < 100 else ((1, 0),)
                 await until(lambda expected=expected: one.client.progress.stuck == expected)
-            assert one.client.progress.held == ((1, 0),) and one.client.returns() == {}
+            await until(lambda: one.client.progress.held == ((1, 0),))
+            assert one.client.returns() == {}
             clock.now = 201.0
             await one.finished(4)
             assert one.client.returns() == {1: ReturnReason.TIMEOUT}
