@@ -135,8 +135,7 @@ class Child:
         return self._taken(size)
 
     def receive_line(self, deadline: float | None) -> bytes:
-        """Return the next line of its output, without its end; None waits for as long as it runs. Raises as `receive`.
-        """
+        """Return the next line of its output; no deadline waits for as long as it runs. Raises as `receive`."""
         while (end := self._received.find(b"\n")) < 0:
             self._receive_more(deadline)
         return self._taken(end + 1)[:-1]

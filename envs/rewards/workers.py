@@ -105,7 +105,7 @@ class _Worker(Child):
         return answer
 
     def _line(self, deadline: float, question: bytes = b"") -> bytes:
-        """Its answer to a question. Raises TaskError if it ends, or takes too long."""
+        """Return the worker's answer to a question. Raises TaskError if the worker ends or takes too long."""
         try:
             self.send(question, deadline)
             return self.receive_line(deadline)

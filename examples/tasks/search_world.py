@@ -25,7 +25,7 @@ ENDS = {
 }  # fmt: skip
 PEOPLE_OF_A_CITY, CITIES_OF_A_RIVER, RIVERS_OF_A_SEA = 5, 2, 3
 TEST_SHARE = 5
-"""One person in this many belongs to the test split."""
+"""The test split gets one person in this many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class SearchQuestions(SingleTurnTask):
         return f"<answer>{record['answer']}</answer>"
 
     def target_turns(self, record: Record) -> Sequence[str]:
-        """One search for each hop, what it finds, and the answer."""
+        """Return a perfect episode: a search for each hop, what it finds, and the answer."""
         turns: list[str] = []
         for words in self._world.question(record["person"], record["hops"]).searches:
             turns += [f"<search>{words}</search>", information(self._library.best(words))]

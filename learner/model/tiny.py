@@ -41,7 +41,7 @@ ERROR_PROBABILITY = 0.6
 """Per letter. Above one half, so that the greedy answer must go wrong if this went on for long."""
 MAX_ERROR_STEPS = 200
 ERROR_LR_SCALE = 0.1
-"""Of the first phase's learning rate: the skill must survive the second."""
+"""A share of the first phase's learning rate: the skill must survive the second."""
 NUM_HELD_OUT = 256
 
 

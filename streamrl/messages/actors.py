@@ -408,7 +408,7 @@ class Group(Message):
     members: Annotated[tuple[Member, ...], Meta(max_length=1024)]
     stats: Annotated[dict[Word, float], Meta(max_length=64)]
     answers: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=1024)] = ()
-    """Of an evaluation, the final answer of each member, for majority votes."""
+    """The final answer of each member of an evaluation, for majority votes."""
 
     @property
     def num_failed_episodes(self) -> int:

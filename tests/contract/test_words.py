@@ -22,7 +22,7 @@ STANDARD_TERMS = {
     r"behaviours?|colours?|neighbours?|centred?|learnt|towards": "American spelling",
     r"\w*(normalis|regularis|summaris|initialis|optimis|minimis|maximis|tokenis|serialis|organis|recognis)\w*": "-ize",
 }
-"""What was written more than once where the field says something else, and was written again after it had gone."""
+"""Texts written more than once where the field says something else, and again after they had gone."""
 
 
 def test_words_with_a_standard_term_are_not_used():

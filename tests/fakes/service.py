@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @contextmanager
 def in_thread(service: AbstractAsyncContextManager[T]) -> Iterator[T]:
-    """What the service gives, while it runs on an event loop of its own."""
+    """Run the service on an event loop of its own and yield what it gives."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

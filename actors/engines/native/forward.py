@@ -171,7 +171,7 @@ class PassView:
         return PromptRows.from_rows(rows, self._positions.device) if any(rows) else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, options: Mapping[str, Any]) -> Tensor:
-        """One attention call; a model makes the same calls in the same order in every pass, so each has its own cache.
+        """Compute one attention call; every pass makes the same calls in the same order, so each has its own cache.
 
         `options` are `scaling` and what else `streamrl.architectures.attention.attend` takes.
         """
@@ -271,7 +271,7 @@ class Forward:
 
     @torch.inference_mode()
     def _probe(self, slots: int, max_tokens: int) -> SlotCache:
-        """One token through the model: every layer must call our attention, and the stored shapes size the cache."""
+        """Pass one token through: every layer must call our attention, and the stored shapes size the cache."""
         zero = torch.zeros(1, dtype=torch.int64)
         view = PassView(None, _NONE.to(self.device), 0, [Prompt([0])])
         self._call(zero, zero, view, None)

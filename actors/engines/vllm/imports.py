@@ -118,6 +118,6 @@ def check_output_layer(architectures: Sequence[str]) -> None:
             continue
         if always_tied:
             raise EngineError(
-                f"vLLM's {architecture} has no output layer beside its embeddings, and this model has one "
+                f"vLLM's {architecture} has no output layer apart from its embeddings, and this model has one "
                 "(tie_word_embeddings=false in config.json): take actors.engine=native"
             )

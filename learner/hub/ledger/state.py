@@ -17,7 +17,7 @@ from streamrl.messages import Lineage, Sampling
 
 
 class State:
-    """All that a ledger knows but who is linked: `apply` alone changes groups, versions, bounds and `in_flight`.
+    """The tables of a ledger, except for connections: `apply` alone changes groups, versions, bounds and `in_flight`.
 
     Args:
         sampling: how answers are drawn for training; `eval_sources` say it for each set of evaluations.
