@@ -14,21 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from streamrl.algorithms import broadcast_rows, sequence_stats, whiten
-from streamrl.algorithms.checks import (
-    LOG_BOUND,
-    check_rows,
-    check_shape,
-    check_tokens,
-    float_dtype,
-    only,
-    read_log_ratios,
-    require,
-)
+from streamrl.algorithms.checks import LOG_BOUND, check_shape, check_tokens, float_dtype, only, read_log_ratios, require
 from streamrl.algorithms.controllers import read_mean, signed_violation
-from streamrl.algorithms.corrections import require_range
-from streamrl.algorithms.groups import center_by_group
-from streamrl.algorithms.types import DriftBins, Moments
+from streamrl.algorithms.types import DriftBins
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, *, temperature: float | Tensor = 1.0, chunk: int = 1024) -> Tensor:
@@ -44,14 +32,6 @@ def token_logprobs(logits: Tensor, tokens: Tensor, *, temperature: float | Tenso
     inverse = _inverse_temperature(logits, temperature, chunk)
     check_shape(logits.shape[:2], "logits", logits, "expected [B, T], [B, T, A]", tokens=tokens)
     return _ChosenLogprob.apply(logits, tokens, inverse, chunk)
-
-
-def token_entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, chunk: int = 1024) -> Tensor:
-    """Entropy of the full tempered softmax, `-sum p log p`, [B, T], nats, differentiable in `logits`.
-
-    Logits of -inf (removed tokens) count as probability 0. Knobs and errors as in `token_logprobs`.
-    """
-    return _Entropy.apply(logits, _inverse_temperature(logits, temperature, chunk), chunk)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -151,76 +131,6 @@ def predict_ess(m2: float, num_effective_tokens: float) -> float:
     return math.exp(-num_effective_tokens * m2)
 
 
-@torch.no_grad()
-def dr_grpo_advantages(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """`R - mean`, [B]. Dr. GRPO, arXiv:2503.20783."""
-    return center_by_group(scores, group_ids)[0].to(float_dtype(scores))
-
-
-@torch.no_grad()
-def rloo_advantages(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """`R - mean of the others = G/(G-1) (R - mean)`, [B]; unbiased on-policy. RLOO, arXiv:2402.14740."""
-    centered, _, count = center_by_group(scores, group_ids)
-    return (centered * count / (count - 1.0).clamp(min=1.0)).to(float_dtype(scores))
-
-
-@torch.no_grad()
-def maxrl_advantages(scores: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """`(R - mean) / (mean + eps)`, [B], for scores >= 0: rare successes weigh more. MaxRL."""
-    centered, _, _ = center_by_group(scores, group_ids)
-    return (centered / (scores.double() - centered + eps)).to(float_dtype(scores))
-
-
-@torch.no_grad()
-def reinforce_pp_baseline_advantages(
-    scores: Tensor, group_ids: Tensor, mask: Tensor, *, moments: Moments | None = None
-) -> Tensor:
-    """`R - mean` of the group on every action token, whitened over the global batch's tokens; [B, T].
-
-    `moments` as in `reinforce_pp_advantages`. Source: REINFORCE++, arXiv:2501.03262.
-    """
-    check_rows(mask, scores=scores, group_ids=group_ids)
-    return whiten(broadcast_rows(dr_grpo_advantages(scores, group_ids), mask), mask, moments=moments)
-
-
-@torch.no_grad()
-def mis_weights(log_ratios: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """Masked token ratio (IcePop, DIS): `rho` if `low <= rho <= high`, else 0; [B, T]. Both bounds are inclusive."""
-    require_range(low, high)
-    ratio = read_log_ratios(mask, log_ratios).exp()
-    return only(mask & (ratio >= low) & (ratio <= high), ratio)
-
-
-@torch.no_grad()
-def k2_keep(log_ratios: Tensor, mask: Tensor, *, bound: float, level: str = "mean") -> Tensor:
-    """Keep where `ell^2 / 2 <= bound`: per "token", or for the row's "mean", "sum" or "max"; bool [B, T]."""
-    require(level in ("token", "mean", "sum", "max"), f"level={level!r} must be one of token, mean, sum, max")
-    require(bound >= 0.0, f"bound={bound} must not be negative")
-    if level == "token":
-        return mask & (read_log_ratios(mask, log_ratios).square() / 2 <= bound)
-    stats = sequence_stats(log_ratios, mask)
-    rows = {"mean": stats.k2_sum / stats.num_tokens.clamp(min=1), "sum": stats.k2_sum, "max": stats.k2_max}[level]
-    return mask & (rows <= bound)[:, None]
-
-
-@torch.no_grad()
-def geo_bound(kl: float | Tensor, num_tokens: Tensor, *, base: float = 0.001) -> Tensor:
-    """Bound on abs(g) for a row of `num_tokens` [B] drifted by `kl` nats per token: `base + 3 sqrt(2 kl/n) + kl`, [B].
-
-    `kl` is a float or [B], >= 0; 0 for rows without tokens. Pass `exp(-bound)` and `exp(bound)` to `geo_keep`.
-    """
-    require(num_tokens.dim() == 1, f"num_tokens has shape {list(num_tokens.shape)}, expected [B]")
-    drift = kl if isinstance(kl, Tensor) else torch.tensor(float(kl), device=num_tokens.device)
-    require(
-        drift.dim() == 0 or drift.shape == num_tokens.shape,
-        f"kl has shape {list(drift.shape)} but num_tokens has shape {list(num_tokens.shape)}: expected a float or [B]",
-    )
-    dtype = float_dtype(num_tokens, drift)
-    drift, count = drift.to(dtype), num_tokens.to(dtype)
-    bound = base + 3.0 * (2.0 * drift / count.clamp(min=1.0)).sqrt() + drift
-    return only(num_tokens > 0, bound)
-
-
 def lagrangian_loss(
     value: Tensor | float, limit: float, multiplier: float | Tensor, *, sense: str = "max", one_sided: bool = False
 ) -> Tensor:
@@ -279,34 +189,3 @@ class _ChosenLogprob(torch.autograd.Function):
             piece.scatter_add_(-1, tokens[:, part, None].long(), slope[:, part])
             grad[:, part] = piece.to(grad.dtype)
         return grad, None, None, None
-
-
-class _Entropy(torch.autograd.Function):
-    """-sum p log p, chunked like `_ChosenLogprob`; dH/dz = -p (log p + H)."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, inverse: Tensor, chunk: int) -> Tensor:
-        entropies = torch.empty(logits.shape[:2], dtype=inverse.dtype, device=logits.device)
-        for part in _time_slices(logits, chunk):
-            entropies[:, part] = _surprise(logits[:, part], inverse)[1].sum(-1)
-        ctx.save_for_backward(logits, inverse, entropies)
-        ctx.chunk = chunk
-        return entropies
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        logits, inverse, entropies = ctx.saved_tensors
-        slope = upstream[0][..., None] * inverse
-        grad = torch.empty_like(logits)
-        for part in _time_slices(logits, ctx.chunk):
-            probs, surprise = _surprise(logits[:, part], inverse)
-            grad[:, part] = (slope[:, part] * (surprise - probs * entropies[:, part, None])).to(grad.dtype)
-        return grad, None, None
-
-
-def _surprise(logits: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """p and -p log p over the last axis, with 0 log 0 = 0 for removed tokens."""
-    log_probs = (logits.to(inverse.dtype) * inverse).log_softmax(-1)
-    probs = log_probs.exp()
-    return probs, -probs * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)

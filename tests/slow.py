@@ -108,13 +108,6 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_a_version_of_a_run_is_served_in_every_form_under_its_key": "a run, and a process that serves it",
     },
     "unit/actors/test_tools_with_a_chat_model.py": "a real model generates on a CPU",
-    "unit/algorithms/test_theory.py": {
-        "test_1_the_fixed_point_does_not_depend_on_c_bar_lam_or_trace_temperature":
-            "thousands of sweeps; the fixed point itself is in `make test`",
-        "test_1_the_operator_on_larger_processes": "small processes are in `make test`",
-        "test_2_a_state_critic_on_retrace_targets_learns_the_behavior_policy_unless_its_ratio_is_applied":
-            "thousands of sweeps, for a negative result",
-    },
     "unit/architectures/test_architectures.py": {
         "test_a_family_that_is_built_like_others_does_what_the_page_says_too":
             "one family of each kind is in `make test`",
@@ -147,6 +140,10 @@ SLOW: dict[str, str | dict[str, str]] = {
     "unit/envs/test_hostile_answers.py": {
         "test_no_data_set_runs_an_answer_stalls_on_it_or_pays_for_it": "every hostile answer to every data set",
         "test_no_reward_stalls_on_an_answer_in_any_form": "the form that each reward reads first is in `make test`",
+        **dict.fromkeys((
+            "test_no_reward_runs_an_answer_stalls_on_it_or_pays_for_it[math]",
+            "test_no_reward_runs_an_answer_stalls_on_it_or_pays_for_it[think_answer_tags]",
+        ), "workers are replaced at every stall; [boxed] asks the same workers in `make test`"),
     },
     "unit/hub/context/test_broadcaster_process.py": {
         "test_a_broadcaster_process_that_is_stopped_is_ended_and_its_successor_is_offered":

@@ -75,7 +75,6 @@ def trl() -> SimpleNamespace:
         get_off_policy_mask=trainer.GRPOTrainer.get_off_policy_mask,
         get_gamma_weights=trainer.GRPOTrainer.get_gamma_weights,
         selective_log_softmax=utils.selective_log_softmax,
-        entropy_from_logits=utils.entropy_from_logits,
     )
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import streamrl.algorithms as alg
-from bench import pieces
 
 from .compare import agree, batches
 
@@ -36,13 +35,14 @@ def test_grpo_agrees_with_verl_with_and_without_std(verl):
         centered, _ = verl.compute_grpo_outcome_advantage(rewards, mask, index, 1e-6, False)
 
         agree(on_tokens(alg.grpo_advantages(scores, rows.group_ids, eps=1e-6), rows), scaled)
-        agree(on_tokens(pieces.dr_grpo_advantages(scores, rows.group_ids), rows), centered)
+        dr_grpo = alg.group_advantages(scores, rows.group_ids, baseline="group_mean")
+        agree(on_tokens(dr_grpo, rows), centered)
 
 
 def test_rloo_agrees_with_both_of_verl(verl):
     for rows in batches():
         rewards, mask, index = given(rows)
-        ours = on_tokens(pieces.rloo_advantages(rewards.sum(1), rows.group_ids), rows)
+        ours = on_tokens(alg.group_advantages(rewards.sum(1), rows.group_ids), rows)
 
         agree(ours, verl.compute_rloo_outcome_advantage(rewards, mask, index)[0])
         agree(ours, verl.compute_rloo_vectorized_outcome_advantage(rewards, mask, index)[0])
@@ -64,7 +64,8 @@ def test_reinforce_plus_plus_with_baseline_agrees_with_verl(verl):
         rewards, mask, index = given(rows)
         theirs, _ = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, index)
 
-        ours = pieces.reinforce_pp_baseline_advantages(rewards.sum(1), rows.group_ids, rows.mask)
+        centered = alg.group_advantages(rewards.sum(1), rows.group_ids, baseline="group_mean")
+        ours = alg.whiten(on_tokens(centered, rows), rows.mask)
 
         agree(ours, theirs, 1e-7)
 

@@ -97,14 +97,9 @@ DETACHED: dict[str, Callable[[Rows], Any]] = {
     "trace_length": lambda r: alg.trace_length(r.log_ratios, r.mask, lam=0.9, trace_temperature=2.0),
     "tis_weights": lambda r: alg.tis_weights(r.log_ratios, r.mask, cap=1.5, floor=0.5),
     "seq_tis_weights": lambda r: alg.seq_tis_weights(r.log_ratios, r.mask),
-    "mis_weights": lambda r: pieces.mis_weights(r.log_ratios, r.mask),
     "seq_mis_keep": lambda r: alg.seq_mis_keep(r.log_ratios, r.mask),
     "geo_keep": lambda r: alg.geo_keep(r.log_ratios, r.mask, low=0.8, high=1.2),
     "geo_keep rows": lambda r: alg.geo_keep(r.log_ratios, r.mask, low=r.scores - r.scores, high=1.2 + 0 * r.scores),
-    **{
-        f"k2_keep {level}": lambda r, level=level: pieces.k2_keep(r.log_ratios, r.mask, bound=0.2, level=level)
-        for level in ("token", "mean", "sum", "max")
-    },
     "k3_keep": lambda r: alg.k3_keep(r.log_ratios, r.mask, bound=0.2),
     "veto_keep": lambda r: alg.veto_keep(r.log_ratios, r.mask, low=0.4, high=3.0),
     "veto_keep suffix": lambda r: alg.veto_keep(r.log_ratios, r.mask, low=0.0, high=9.0, kl=0.2, suffix=True),
@@ -155,9 +150,6 @@ DETACHED: dict[str, Callable[[Rows], Any]] = {
     "clipped_is": lambda r: alg.clipped_is(*_v(r), bootstrap_values=r.bootstrap, gamma=0.9),
     "score_square_norms": lambda r: alg.score_square_norms(r.token_probs, r.token_probs.square(), r.mask),
     "reinforce_pp_advantages": lambda r: alg.reinforce_pp_advantages(r.rewards, r.mask, gamma=0.9),
-    "reinforce_pp_baseline_advantages": lambda r: pieces.reinforce_pp_baseline_advantages(
-        r.scores, r.group_ids, r.mask
-    ),
     "loglinear_proximal": lambda r: alg.loglinear_proximal(r.behavior, r.policy, r.lags, r.mask),
     "kl_shaped_rewards": lambda r: alg.kl_shaped_rewards(r.rewards, r.policy, r.reference, r.mask, beta=0.1),
     "token_lags": lambda r: alg.token_lags(r.versions, 16, r.mask),

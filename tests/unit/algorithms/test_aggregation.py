@@ -67,16 +67,6 @@ def test_11_every_split_with_shared_row_weights_gives_the_same_sum_and_gradient(
     assert torch.allclose(whole.grad, parts.grad, atol=1e-12)
 
 
-@each("seed", SEEDS)
-def test_22_equal_lengths_make_the_two_means_equal(seed):
-    rows = random_rows(seed)
-    full = torch.ones_like(rows.mask)
-
-    assert float(alg.aggregate(rows.losses, full, mode="seq-mean-token-mean")) == pytest.approx(
-        float(alg.aggregate(rows.losses, full, mode="token-mean"))
-    )
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_22_tokens_dropped_by_a_correction_stay_in_the_denominator(mode):
     mask, keep = torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4, dtype=torch.bool)
@@ -89,20 +79,6 @@ def test_22_tokens_dropped_by_a_correction_stay_in_the_denominator(mode):
     assert float(loss) == pytest.approx(float(full) * 7 / 8)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_row_without_tokens_counts_nowhere(mode):
-    rows = random_rows(0)
-    more = torch.cat([rows.mask, torch.zeros_like(rows.mask)])
-    losses = torch.cat([rows.losses, torch.full_like(rows.losses, float("nan"))])
-    ids = torch.cat([rows.group_ids, rows.group_ids + 100])
-
-    padded = alg.aggregate(losses, more, mode=mode, group_ids=ids, max_tokens=7)
-
-    assert float(padded) == pytest.approx(
-        float(alg.aggregate(rows.losses, rows.mask, mode=mode, group_ids=rows.group_ids, max_tokens=7))
-    )
-
-
 def test_a_non_finite_loss_at_a_dropped_token_is_never_read():
     losses = torch.tensor([[1.0, float("nan")]], requires_grad=True)
     keep = torch.tensor([[True, False]])
@@ -112,23 +88,6 @@ def test_a_non_finite_loss_at_a_dropped_token_is_never_read():
 
     assert loss.item() == 0.5
     assert losses.grad.tolist() == [[0.5, 0.0]]
-
-
-@pytest.mark.parametrize(
-    "knobs, message",
-    [
-        ({"mode": "mean"}, "mode='mean'"),
-        ({"mode": "prompt-mean"}, "group_ids"),
-        ({"mode": "seq-mean-token-sum-norm"}, "max_tokens"),
-        ({"mode": "seq-mean-token-sum-norm", "max_tokens": 0}, "max_tokens=0"),
-        ({"row_weights": torch.ones(3)}, r"row_weights has shape \[3\]"),
-        ({"mode": "prompt-mean", "group_ids": torch.ones(3)}, r"group_ids has shape \[3\]"),
-    ],
-)
-def test_missing_and_wrong_arguments_are_named(knobs, message):
-    rows = random_rows(0)
-    with pytest.raises(ValueError, match=message):
-        alg.aggregate(rows.losses, rows.mask, **knobs)
 
 
 def test_gradient():

@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -267,79 +266,3 @@ def test_a_gradient_spike_does_not_raise_the_bar_for_the_next_one():
 def test_publish_when_the_policy_has_moved():
     assert not alg.should_publish(0.01, m2_target=0.04)
     assert alg.should_publish(0.0101, m2_target=0.04)
-
-
-# 18.7: the step sizes that docs/formulas.md states for a delay of k, against the roots of z^{k+1} - z^k + h.
-
-
-def stable_below(delay):
-    return 2.0 * np.sin(np.pi / (4 * delay + 2))
-
-
-def monotone_below(delay):
-    return (delay / (delay + 1)) ** delay / (delay + 1)
-
-
-def roots(delay, h):
-    polynomial = np.zeros(delay + 2)
-    polynomial[0], polynomial[1] = 1.0, -1.0
-    polynomial[-1] += h
-    return np.roots(polynomial)
-
-
-@pytest.mark.parametrize("delay", [0, 1, 2, 3, 8, 16, 40])
-def test_the_stability_bound_is_where_a_root_leaves_the_unit_circle(delay):
-    bound = stable_below(delay)
-
-    assert abs(roots(delay, 0.999 * bound)).max() < 1
-    assert abs(roots(delay, 1.001 * bound)).max() > 1
-
-
-@pytest.mark.parametrize("delay", [1, 2, 3, 8, 16, 40])
-def test_the_monotone_bound_is_where_the_dominant_root_becomes_complex(delay):
-    bound = monotone_below(delay)
-
-    def dominant(h):
-        return max(roots(delay, h), key=abs)
-
-    assert abs(dominant(0.99 * bound).imag) < 1e-6 and dominant(0.99 * bound).real > 0
-    assert abs(dominant(1.01 * bound).imag) > 1e-3
-
-
-def test_delay_bounds_of_the_table():
-    ks = (0, 1, 8, 16, 64)
-    stable = [stable_below(k) for k in ks]
-    monotone = [monotone_below(k) for k in ks]
-
-    assert stable == pytest.approx([2, 1, 0.184537, 0.095, 0.024], rel=0.03)
-    assert monotone == pytest.approx([1, 0.25, 0.043305, 0.022, 0.0057], rel=0.03)
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: alg.lag_for_ess(alg.DriftFit(0, 1, 1, 0), ess_target=0.0, num_effective_tokens=1), "ess_target=0.0"),
-        (lambda: alg.lag_for_ess(alg.DriftFit(0, 1, 1, 0), num_effective_tokens=0), "num_effective_tokens=0"),
-        (lambda: alg.step_lag_bound(alg.LagBound(1.0, 1), 1.0, low=3, high=2), "low=3 and high=2"),
-        (lambda: alg.step_goodput(alg.GoodputState(1), 1.0, num_steps=1), "num_steps=1"),
-        (lambda: alg.lr_scale(0.5, rule="cube"), "rule='cube'"),
-        (lambda: alg.lr_scale(0.5, floor=2.0), "floor=2.0"),
-        (lambda: alg.spread_budget(LINEAR, m2_target=0.0), "m2_target=0.0"),
-        (lambda: alg.should_publish(0.1, m2_target=0.0), "m2_target=0.0"),
-        (
-            lambda: alg.rho_bar_for_ess(torch.zeros(1, 1), torch.ones(1, 1).bool(), low=2.0, high=1.0),
-            "low=2.0 and high=1.0",
-        ),
-        (
-            lambda: alg.clip_from_budget(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1).bool(), floor_low=2.0),
-            "floor_low=2.0",
-        ),
-        (
-            lambda: alg.zscore_keep(*[torch.zeros(1, 1)] * 3, torch.ones(1, 1).bool(), z_bound=0.0),
-            "z_bound=0.0",
-        ),
-    ],
-)
-def test_impossible_knobs_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

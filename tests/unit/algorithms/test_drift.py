@@ -156,22 +156,6 @@ def test_a_lag_that_no_longer_comes_is_forgotten():
     assert alg.predict_m2(state, 8.0) == pytest.approx(0.005) and alg.oscillation(state, 8.0) == 0.0
 
 
-def test_predicted_ess():
-    assert pieces.predict_ess(0.0, 100) == 1.0
-    assert pieces.predict_ess(0.02, 50) == pytest.approx(math.exp(-1))
-
-
-def test_predicted_ess_of_gaussian_rows_matches_the_measured_one():
-    generator = torch.Generator().manual_seed(0)
-    scale, n = 0.06, 100
-    log_ratios = scale * torch.randn(40_000, n, generator=generator, dtype=torch.float64) - scale**2 / 2
-    mask = torch.ones_like(log_ratios, dtype=torch.bool)
-
-    measured = float(pieces.ess_report(log_ratios, mask).sequence)
-
-    assert measured == pytest.approx(pieces.predict_ess(scale**2, n), abs=0.02)
-
-
 @pytest.mark.parametrize("lag, expected", [(16, 1 - 0.098 / 0.11), (24, 1 - 0.064 / 0.11), (12, 0.0), (3, 0.0)])
 def test_oscillation_is_the_depth_of_the_swing_back(lag, expected):
     drift = model([4.0, 12.0, 16.0, 24.0, 32.0], [0.02, 0.110, 0.098, 0.064, 0.170])
@@ -184,21 +168,3 @@ def test_oscillation_of_the_pilot_at_lag_32():
 
     assert alg.oscillation(drift, 32) == pytest.approx(1 - 0.19 / 0.33)
     assert alg.oscillation(drift, 64) == 0.0
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda r: pieces.drift_bins(r.log_ratios, r.lags, r.mask, edges=(0,)), r"edges=\[0\]"),
-        (lambda r: pieces.drift_bins(r.log_ratios, r.lags, r.mask, edges=(0, 2, 2)), "edges"),
-        (lambda r: alg.update_drift(None, model([0.0], [0.0]), half_life=0.0), "half_life=0.0"),
-        (lambda r: alg.update_drift(model([0.0], [0.0]), model([0.0, 1.0], [0.0, 0.0])), "1 bins but the batch has 2"),
-        (lambda r: alg.predict_m2(model([0.0], [0.0]), -1.0), "lag=-1.0"),
-        (lambda r: alg.predict_m2(model([0.0], [0.0], count=[0.0]), 1.0), "no tokens"),
-        (lambda r: alg.oscillation(model([0.0], [0.0]), -1.0), "lag=-1.0"),
-        (lambda r: pieces.predict_ess(-1.0, 3), "m2=-1.0"),
-    ],
-)
-def test_wrong_shapes_and_knobs_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(random_rows(0))

@@ -42,48 +42,6 @@ def true_gradients(logits, reference):
     return {"reverse": reverse, "forward": forward, "zero": torch.zeros_like(logits)}
 
 
-def loss(kind, weight, behavior, reference):
-    """Losses for the rows of the table: an estimator times no, a constant, or a differentiable ratio."""
-
-    def of(policy, mask):
-        value = alg.kl_estimate(policy, reference[None], mask, kind=kind)
-        ratio = (policy - behavior[None]).exp()
-        return value * {"none": 1.0, "constant": ratio.detach(), "differentiable": ratio}[weight]
-
-    return of
-
-
-TABLE = [
-    ("pi", "none", "k1", "zero"),
-    ("pi", "none", "k2", "reverse"),
-    ("pi", "none", "k3", "forward"),
-    ("mu", "none", "k1", "wrong"),
-    ("mu", "none", "k2", "wrong"),
-    ("mu", "none", "k3", "wrong"),
-    ("mu", "constant", "k1", "zero"),
-    ("mu", "constant", "k2", "reverse"),
-    ("mu", "constant", "k3", "forward"),
-    ("mu", "differentiable", "k1", "reverse"),
-    ("mu", "differentiable", "k2", "wrong"),
-    ("mu", "differentiable", "k3", "reverse"),
-]
-
-
-@each("seed", range(5))
-@pytest.mark.parametrize("sampler, weight, kind, meaning", TABLE)
-def test_21_the_table_of_gradients(sampler, weight, kind, meaning, seed):
-    logits, reference, behavior = three_policies(seed)
-    source = logits.log_softmax(0) if sampler == "pi" else behavior
-
-    grad = expected_gradient(loss(kind, weight, behavior, reference), source, logits)
-
-    truths = true_gradients(logits, reference)
-    if meaning == "wrong":
-        assert all((grad - truth).abs().max() > 1e-3 for truth in truths.values())
-    else:
-        assert (grad - truths[meaning]).abs().max() < 1e-12
-
-
 @each("seed", range(5))
 @pytest.mark.parametrize(
     "kind, meaning",
@@ -205,17 +163,3 @@ def test_rewards_carry_the_future_kl_terms_that_a_loss_per_token_misses():
 
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(through_rewards, truth, strict=True))
     assert not torch.allclose(per_token[0], truth[0], atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda r: alg.kl_estimate(r.policy, r.reference, r.mask, kind="k4"), "kind='k4'"),
-        (lambda r: alg.kl_loss(r.behavior, r.policy, r.reference, r.mask, kind="k1"), "kind='k1'"),
-        (lambda r: alg.kl_loss(r.behavior, r.policy, r.reference, r.mask, cap=0.0), "cap=0.0"),
-        (lambda r: alg.kl_shaped_rewards(r.rewards, r.policy, r.reference, r.mask, beta=-1.0), "beta=-1.0"),
-    ],
-)
-def test_impossible_knobs_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(random_rows(0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import streamrl.algorithms as alg
@@ -65,16 +64,3 @@ def test_a_group_is_split_into_runs_of_neighboring_lags_and_others_stay_whole():
         assert max(lags) - min(lags) == 1
     whole = alg.split_by_lag(group_ids, head_lags, budget=5).tolist()
     assert len(set(whole)) == 2
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: alg.lag_keep(torch.zeros(1, 1), torch.ones(1, 1).bool(), max_lag=-1), "max_lag=-1"),
-        (lambda: alg.lag_weights(torch.zeros(1, 1), torch.ones(1, 1).bool(), max_lag=1, decay=2.0), "decay=2.0"),
-        (lambda: alg.split_by_lag(torch.zeros(2), torch.zeros(2), budget=-1), "budget=-1"),
-    ],
-)
-def test_wrong_shapes_and_knobs_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -109,6 +109,14 @@ def test_26_tchebycheff_is_at_most_zero_and_zero_at_the_ideal():
         assert float(values.max()) == 0.0
 
 
+def test_scores_are_no_losses():
+    cloud, two = torch.rand(4, 2, requires_grad=True), torch.ones(2)
+
+    found = (alg.weighted_sum(cloud, two), alg.tchebycheff(cloud, two, two), alg.hypervolume_contributions(cloud, two))
+
+    assert not any(result.requires_grad for result in found)
+
+
 def test_crowding_distance():
     cloud = torch.tensor([[0.0, 4.0], [1.0, 3.0], [3.0, 1.0], [4.0, 0.0]], dtype=torch.float64)
 
@@ -119,18 +127,3 @@ def test_crowding_distance():
     assert alg.crowding_distance(same).tolist() == [0.0, 0.0, 0.0]
     assert alg.crowding_distance(torch.zeros(0, 2)).shape == (0,)
     assert alg.crowding_distance(torch.zeros(1, 2)).tolist() == [0.0]
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: alg.weighted_sum(torch.zeros(3, 2), torch.zeros(3)), r"\[3\].*\[3, 2\]"),
-        (lambda: alg.tchebycheff(torch.zeros(3, 2), torch.zeros(2), torch.zeros(3)), r"ideal has shape \[3\]"),
-        (lambda: alg.domination_count(torch.zeros(3)), r"\[3\]"),
-        (lambda: alg.hypervolume(torch.zeros(3, 5), torch.zeros(5)), "K=5"),
-        (lambda: alg.hypervolume(torch.zeros(3, 2), torch.zeros(3)), r"reference has shape \[3\]"),
-    ],
-)
-def test_wrong_shapes_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

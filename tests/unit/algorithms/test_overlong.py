@@ -20,15 +20,3 @@ def test_overlong_penalty_is_its_three_cases(length):
     expected = 0.0 if length <= 6 else -1.0 if length > limit else ((limit - cache) - length) / cache
 
     assert float(alg.overlong_penalty(torch.tensor([length]), max_tokens=limit, cache_tokens=cache)) == expected
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: alg.overlong_penalty(torch.zeros(2), max_tokens=4, cache_tokens=5), "cache_tokens=5 and max_tokens=4"),
-        (lambda: alg.overlong_penalty(torch.zeros(2, 2), max_tokens=4, cache_tokens=1), r"\[2, 2\]"),
-    ],
-)
-def test_wrong_shapes_and_knobs_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

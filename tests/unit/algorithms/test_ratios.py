@@ -31,6 +31,15 @@ def test_log_ratios_are_clamped_differences(seed):
         assert float(result[i, j]) == pytest.approx(expected)
 
 
+def test_the_clamp_hides_infinities_but_never_nan():
+    """Hence the batch is assembled from finite log-probs only: +20 here would look like an ordinary token."""
+    behavior = torch.tensor([[-1.0, float("-inf"), float("nan")]])
+
+    log_ratios = alg.log_ratios(behavior, torch.full((1, 3), -1.0), torch.ones(1, 3, dtype=torch.bool))
+
+    assert log_ratios[0, :2].tolist() == [0.0, 20.0] and log_ratios[0, 2].isnan()
+
+
 @each("seed", SEEDS)
 def test_row_statistics_are_their_definitions(seed):
     rows = random_rows(seed)
@@ -93,11 +102,6 @@ def test_ess_is_zero_when_nothing_is_kept_and_nan_when_a_weight_is():
     assert math.isnan(float(pieces.effective_sample_size(torch.tensor([1.0, float("nan")]))))
 
 
-def test_ess_refuses_a_mask_of_another_shape():
-    with pytest.raises(ValueError, match=r"\[2\].*\[3\]"):
-        pieces.effective_sample_size(torch.ones(3), torch.ones(2, dtype=torch.bool))
-
-
 @each("seed", SEEDS)
 def test_the_report_is_its_definitions(seed):
     rows = random_rows(seed)
@@ -119,19 +123,6 @@ def test_the_report_is_its_definitions(seed):
     assert float(report.kept_fraction) == pytest.approx(int(kept.sum()) / int(rows.mask.sum()))
 
 
-@each("seed", range(10))
-def test_23_clipped_ess_never_increases_with_the_cap(seed):
-    rows = random_rows(seed, drift=1.5)
-
-    values = [
-        float(pieces.ess_report(rows.log_ratios, rows.mask, cap=cap).sequence_clipped)
-        for cap in (0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 20.0, 1e9)
-    ]
-
-    assert all(a >= b - 1e-12 for a, b in zip(values, values[1:], strict=False))
-    assert values[-1] == pytest.approx(float(pieces.ess_report(rows.log_ratios, rows.mask).sequence))
-
-
 @each("seed", SEEDS)
 @pytest.mark.parametrize("lam, c_bar, kappa", [(1.0, 1.0, 1.0), (0.9, 1.5, 1.0), (1.0, 1.0, 4.0)])
 def test_trace_length_is_its_double_sum(lam, c_bar, kappa, seed):
@@ -144,24 +135,3 @@ def test_trace_length_is_its_double_sum(lam, c_bar, kappa, seed):
         for (log_ratios,) in action_lists(rows, "log_ratios")
     ]
     assert fast.tolist() == pytest.approx(expected)
-
-
-def test_an_uncut_trace_has_half_the_row_length():
-    lengths = alg.trace_length(torch.zeros(1, 9), torch.ones(1, 9, dtype=torch.bool))
-
-    assert lengths.tolist() == [5.0]
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda r: alg.log_ratios(r.behavior, r.policy, r.mask, bound=0.0), "bound=0.0"),
-        (lambda r: pieces.ess_report(r.log_ratios, r.mask, cap=0.0), "cap=0.0"),
-        (lambda r: alg.trace_length(r.log_ratios, r.mask, lam=2.0), "lam=2.0"),
-        (lambda r: alg.trace_length(r.log_ratios, r.mask, c_bar=0.0), "c_bar=0.0"),
-        (lambda r: alg.trace_length(r.log_ratios, r.mask, trace_temperature=0.0), "trace_temperature=0.0"),
-    ],
-)
-def test_impossible_knobs_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(random_rows(0))

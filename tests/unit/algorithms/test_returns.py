@@ -1,4 +1,4 @@
-"""Estimators with a value function against O(T^2) sums, and against each other."""
+"""Estimators with a value function against O(T^2) sums, and the parts of a critic."""
 
 from __future__ import annotations
 
@@ -35,10 +35,6 @@ def call(function, rows, **knobs):
     return function(
         rows.behavior, rows.policy, rows.rewards, rows.values, rows.mask, bootstrap_values=rows.bootstrap, **knobs
     )
-
-
-def on_policy(rows):
-    return rows.change(policy=rows.behavior)
 
 
 VTRACE_KNOBS = [
@@ -236,151 +232,6 @@ def test_extreme_ratios_are_clamped_where_the_slow_truth_clamps_them(seed):
     agree(tokens.targets, targets)
 
 
-# Identities of the specification, by their numbers there.
-
-
-@each("seed", SEEDS)
-@pytest.mark.parametrize("lam", [1.0, 0.9])
-def test_1_on_policy_vtrace_is_td_lambda_and_gae(lam, seed):
-    rows = on_policy(random_rows(seed))
-
-    trace = call(alg.vtrace, rows, gamma=0.9, lam=lam)
-
-    td = alg.td_lambda(rows.rewards, rows.values, rows.mask, bootstrap_values=rows.bootstrap, gamma=0.9, lam=lam)
-    gae = alg.gae(rows.rewards, rows.values, rows.mask, bootstrap_values=rows.bootstrap, gamma=0.9, lam=lam)
-    agree(trace.targets, td.targets)
-    agree(torch.where(rows.mask, trace.targets - rows.values, 0.0), gae.advantages)
-
-
-@each("seed", SEEDS)
-def test_2_vtrace_targets_are_truncated_steps_of_retrace_for_equal_bars_only(seed):
-    # e_t = rhohat_t A_t solves V-trace's recursion for every lam, because c_t = lam rhohat_t when both bars are 1; the
-    # advantages agree at lam 1 only, because V-trace's bootstraps from v_{t+1} whatever lam is.
-    rows = random_rows(seed)
-    ratio = (rows.policy - rows.behavior).exp()
-
-    def gaps(lam, rho_bar):
-        trace = call(alg.vtrace, rows, gamma=0.9, lam=lam, rho_bar=rho_bar)
-        retrace = call(alg.retrace_v, rows, gamma=0.9, lam=lam)
-        other = rows.values + ratio.clamp(max=rho_bar) * retrace.advantages
-        return (
-            float((trace.targets - torch.where(rows.mask, other, 0.0)).abs().max()),
-            float((trace.advantages - retrace.advantages).abs().max()),
-        )
-
-    assert max(gaps(1.0, 1.0)) < 1e-12
-    assert gaps(0.9, 1.0)[0] < 1e-12 and gaps(0.9, 1.0)[1] > 1e-3
-    assert gaps(0.3, 1.0)[0] < 1e-12 and gaps(0.3, 1.0)[1] > 1e-3
-    assert gaps(1.0, 2.0)[0] > 1e-3
-
-
-@each("seed", SEEDS)
-def test_3_n_step_covers_both_ends_of_gae(seed):
-    rows = random_rows(seed)
-    knobs = {"bootstrap_values": rows.bootstrap, "gamma": rows.gamma}
-    inputs = (rows.rewards, rows.values, rows.mask)
-
-    agree(alg.n_step(*inputs, n=9, **knobs).advantages, alg.gae(*inputs, lam=1.0, **knobs).advantages)
-    agree(alg.n_step(*inputs, n=1, **knobs).advantages, alg.gae(*inputs, lam=0.0, **knobs).advantages)
-
-
-@each("seed", SEEDS)
-def test_4_retrace_v_is_gae_on_policy_and_vtrace_off_policy(seed):
-    rows = random_rows(seed)
-    fresh = on_policy(rows)
-    gae = alg.gae(rows.rewards, rows.values, rows.mask, bootstrap_values=rows.bootstrap, gamma=0.9, lam=0.9)
-    agree(call(alg.retrace_v, fresh, gamma=0.9, lam=0.9).advantages, gae.advantages)
-    agree(call(alg.retrace_v, fresh, gamma=0.9, lam=0.9).targets, gae.targets)
-
-    retrace, trace = call(alg.retrace_v, rows, gamma=0.9, target_rho_bar=1.0), call(alg.vtrace, rows, gamma=0.9)
-    agree(retrace.targets, trace.targets)
-    agree(retrace.advantages, trace.advantages)
-
-
-@each("seed", SEEDS)
-@pytest.mark.parametrize(
-    "knobs", [{}, {"rho_bar_pg": 1.0}, {"rho_bar": 2.0}, {"lam": 0.9, "rho_bar": 3.0, "c_bar": 2.0}]
-)
-def test_5_critic_free_is_vtrace_with_a_constant_value(knobs, seed):
-    rows = random_rows(seed)
-    constant = rows.change(
-        values=rows.baselines[:, None].expand(rows.mask.shape),
-        rewards=alg.place_terminal(rows.scores, rows.mask),
-        bootstrap=torch.zeros_like(rows.bootstrap),
-    )
-
-    fast = alg.vtrace_critic_free(rows.behavior, rows.policy, rows.scores, rows.baselines, rows.mask, **knobs)
-
-    agree(fast, call(alg.vtrace, constant, **knobs).advantages)
-    if not knobs:
-        agree(fast, call(alg.retrace_v, constant).advantages)
-
-
-@each("seed", SEEDS)
-def test_5_with_the_own_ratio_it_is_the_full_suffix_product(seed):
-    rows = random_rows(seed)
-    clipped = torch.where(rows.mask, (rows.policy - rows.behavior).clamp(max=0.0), 0.0)
-    suffix = clipped.flip(1).cumsum(1).flip(1).exp() * (rows.scores - rows.baselines)[:, None]
-
-    fast = alg.vtrace_critic_free(rows.behavior, rows.policy, rows.scores, rows.baselines, rows.mask, rho_bar_pg=1.0)
-
-    agree(fast, torch.where(rows.mask, suffix, 0.0))
-
-
-@each("seed", SEEDS)
-def test_6_leak_0_and_huge_bars_are_per_decision_importance_sampling(seed):
-    rows = random_rows(seed)
-    leaky, open_bars = call(alg.vtrace, rows, leak=0.0), call(alg.vtrace, rows, rho_bar=1e9, c_bar=1e9)
-
-    agree(leaky.targets, open_bars.targets)
-    # Per-decision IS without values: sum_t (prod_{i=s..t} rho_i) r_t.
-    plain = rows.change(values=torch.zeros_like(rows.values), bootstrap=torch.zeros_like(rows.bootstrap))
-
-    def per_decision(i, log_ratios, rewards):
-        n = len(rewards)
-        ratio = [2.718281828459045**x for x in log_ratios]
-        return [sum(slow.prod(ratio[s : t + 1]) * rewards[t] for t in range(s, n)) for s in range(n)]
-
-    rows = rows.change(log_ratios=rows.policy - rows.behavior)
-    expected = slow_rows(rows, per_decision, "log_ratios", "rewards")
-    agree(call(alg.vtrace, plain, leak=0.0).targets, expected, at=1e-10)
-
-
-@each("seed", SEEDS)
-def test_7_segments_of_one_token_are_vtrace_and_one_segment_is_one_step(seed):
-    rows = random_rows(seed)
-    inputs = (rows.behavior, rows.policy, rows.rewards, rows.values, rows.mask)
-    each = torch.arange(9).expand(rows.mask.shape)
-
-    segments = alg.vtrace_segments(*inputs, each, bootstrap_values=rows.bootstrap, gamma=0.9, rho_bar=2.0)
-    tokens = call(alg.vtrace, rows, gamma=0.9, rho_bar=2.0)
-    agree(segments.targets, tokens.targets)
-    agree(segments.advantages, tokens.advantages)
-
-    zero = torch.zeros_like(rows.bootstrap)
-    whole = alg.vtrace_segments(*inputs, torch.zeros_like(each), bootstrap_values=zero, gamma=0.9)
-    for i in range(5):
-        m = rows.mask[i]
-        ratio = min(1.0, float((rows.policy - rows.behavior)[i][m].sum().exp()))
-        value = float(rows.values[i][m][0])
-        expected = value + ratio * (float(rows.rewards[i][m].sum()) - value)
-        assert float(whole.targets[i].sum()) == pytest.approx(expected, abs=1e-12)
-
-
-@each("seed", SEEDS)
-def test_8_retrace_with_the_one_step_q_collapses_to_td_0(seed):
-    rows = random_rows(seed)
-    td = alg.gae(rows.rewards, rows.values, rows.mask, bootstrap_values=rows.bootstrap, gamma=0.9, lam=0.0)
-    one_step_q = torch.where(rows.mask, td.targets, 0.0)
-
-    result = alg.retrace_q(
-        rows.behavior, rows.policy, rows.rewards, one_step_q, rows.values, rows.mask,
-        bootstrap_values=rows.bootstrap, gamma=0.9,
-    )  # fmt: skip
-
-    agree(result.advantages, td.advantages)
-
-
 @each("seed", SEEDS)
 def test_9_dueling_q_averages_to_the_value(seed):
     generator = torch.Generator().manual_seed(seed)
@@ -427,45 +278,6 @@ def test_value_loss_gradient():
 
     for knobs in ({}, {"old_values": rows.old_values, "clip": 0.3}):
         assert torch.autograd.gradcheck(lambda v, k=knobs: alg.value_loss(v, rows.targets, rows.mask, **k), (values,))
-
-
-@pytest.mark.parametrize(
-    "function, knobs, message",
-    [
-        (alg.vtrace, {"rho_bar": 1.0, "c_bar": 2.0}, "c_bar=2.0 and rho_bar=1.0"),
-        (alg.vtrace, {"lam": 1.5}, "lam=1.5"),
-        (alg.vtrace, {"gamma": -0.1}, "gamma=-0.1"),
-        (alg.vtrace, {"leak": 2.0}, "leak=2.0"),
-        (alg.vtrace, {"trace_temperature": 0.0}, "trace_temperature=0.0"),
-        (alg.vtrace, {"rho_bar_pg": 0.0}, "rho_bar_pg=0.0"),
-        (alg.retrace_v, {"lam": -1.0}, "lam=-1.0"),
-        (alg.retrace_v, {"target_rho_bar": -1.0}, "target_rho_bar=-1.0"),
-        (alg.clipped_is, {"eps": -0.1}, "eps=-0.1"),
-    ],
-)
-def test_impossible_knobs_are_named(function, knobs, message):
-    with pytest.raises(ValueError, match=message):
-        call(function, random_rows(0), **knobs)
-
-
-def test_other_impossible_knobs():
-    rows = random_rows(0)
-    with pytest.raises(ValueError, match="old_values and clip"):
-        alg.value_loss(rows.values, rows.targets, rows.mask, clip=0.2)
-    with pytest.raises(ValueError, match="n=0"):
-        alg.n_step(rows.rewards, rows.values, rows.mask, bootstrap_values=rows.bootstrap, n=0)
-    with pytest.raises(ValueError, match="trace="):
-        alg.vtrace_segments(
-            rows.behavior, rows.policy, rows.rewards, rows.values, rows.mask, rows.segment_ids,
-            bootstrap_values=rows.bootstrap, trace="mean",
-        )  # fmt: skip
-    with pytest.raises(ValueError, match="gamma"):
-        alg.vtrace_segments(
-            rows.behavior, rows.policy, rows.rewards, rows.values, rows.mask, rows.segment_ids,
-            bootstrap_values=rows.bootstrap, gamma=rows.gamma,
-        )  # fmt: skip
-    with pytest.raises(ValueError, match=r"\[3, 4, 5\].*\[3, 4, 6\]"):
-        alg.dueling_q(torch.zeros(3, 4), torch.zeros(3, 4, 5), torch.zeros(3, 4, 6), torch.zeros(3, 4).long())
 
 
 def test_a_long_row_is_linear_work():

@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -46,15 +47,15 @@ def pool(request: pytest.FixtureRequest) -> Iterator[SandboxPool]:
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
-    folder = tmp_path_factory.mktemp("host")
-    for part in (folder, *folder.parents):  # the sandbox runs as another user
-        part.chmod(0o777)
-        if part.name.startswith("pytest-of-"):
-            break
-    secret = folder / "secret.txt"
-    secret.write_text("secret")
-    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+def places() -> Iterator[dict[str, object]]:
+    # Not below pytest's own folder, which another pytest closes again: the sandbox runs as another user.
+    with (
+        tempfile.TemporaryDirectory() as made, socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as unix,
+    ):
+        folder, secret = Path(made), Path(made) / "secret.txt"
+        folder.chmod(0o777)
+        secret.write_text("secret")
         unix.bind("\0" + ABSTRACT)
         unix.listen()
         yield {
