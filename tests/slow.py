@@ -31,6 +31,9 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_links_lead_to_files_so_that_the_pages_can_be_opened_without_a_server",
         "test_no_page_loads_anything_from_another_host",
     ), "builds the whole site"),
+    "docs/test_examples.py": {
+        "test_an_example_is_complete[8_preferences]": "its data take ten seconds; the others are in `make test`",
+    },
     "docs/test_notebook.py": {
         "test_every_cell_runs": "a run of two steps in a notebook",
         "test_ten_lines_with_a_function_and_a_list_train": "a run of 62 steps in a notebook",
@@ -109,8 +112,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     },
     "unit/actors/test_tools_with_a_chat_model.py": "a real model generates on a CPU",
     "unit/architectures/test_architectures.py": {
-        "test_a_family_that_is_built_like_others_does_what_the_page_says_too":
-            "one family of each kind is in `make test`",
+        "test_the_other_families_do_what_the_page_says_too": "one family of each kind is in `make test`",
     },
     "unit/bench/test_agents.py": "240 trajectories of agents that die; flow/test_agents.py has agents, too",
     "unit/bench/test_commands.py": "imports every benchmark",
@@ -118,10 +120,9 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_every_section_does_its_work_with_small_shapes_on_a_cpu": "every GPU benchmark",
     },
     "unit/bench/test_interrupts.py": "300 killed processes",
-    "unit/bench/test_staleness_experiment.py": {
-        "test_at_lag_32_stream_default_learns_the_task_and_the_uncorrected_arm_does_not":
-            "two arms of an experiment, trained",
-    },
+    "unit/bench/test_simulate.py": "two simulated hours of a run",
+    "unit/bench/test_staleness_experiment.py": "every arm of an experiment, trained",
+    "unit/bench/test_staleness_real.py": "settings of every arm of an experiment",
     "unit/engines/test_vllm_adapters.py": dict.fromkeys((
         "test_running_sequences_switch_to_the_new_adapter_and_a_killed_core_comes_back_with_it",
         "test_with_finish_running_sequences_keep_their_adapter_while_others_use_the_new_one",
@@ -187,6 +188,9 @@ SLOW: dict[str, str | dict[str, str]] = {
     "unit/sweep/test_sweep.py": {
         "test_ctrl_c_stops_every_run_and_names_the_command_that_goes_on": "four runs of a sweep, stopped",
         "test_a_search_prunes_what_is_behind_and_says_so": "a search of several runs",
+    },
+    "unit/transport/test_log_processes.py": {
+        "test_a_hub_cannot_reach_the_terminal_behind_a_log[actor]": "an actor's process; a relay is in `make test`",
     },
     "unit/test_process_memory.py": {
         "test_an_actor_freezes_its_libraries": "an actor's process",

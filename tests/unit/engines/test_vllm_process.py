@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from itertools import accumulate
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -339,7 +342,7 @@ def test_a_tied_tensor_comes_once_more_at_the_end_where_vllm_holds_both():
     assert given[2][1] is tensors["embed.weight"] and list(with_copies(tensors.items(), {})) == list(tensors.items())
 
 
-ROOT = Path(__file__).parents[3]
+WAIT_S = 30.0
 
 
 def gpu(free_gib: float, total_gib: float = 80.0) -> Gpu:
@@ -423,33 +426,28 @@ def test_the_model_runner_is_v2_on_a_gpu_unless_the_user_says_otherwise(monkeypa
         assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == used
 
 
-WAITS = """
-import sys
-from actors.engines.vllm.process import starts_alone
-with starts_alone(sys.argv[1], int(sys.argv[2])):
-    print("in", flush=True)
-    sys.stdin.read()
-"""
+def start_alone_and_wait(device: str, num_devices: int, inside: Event, leave: Event) -> None:
+    with starts_alone(device, num_devices):
+        inside.set()
+        leave.wait(WAIT_S)
 
 
-def test_engines_of_one_gpu_start_one_after_the_other(tmp_path, monkeypatch, python_env):
+def test_engines_of_one_gpu_start_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    environment = {**python_env, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1,2"}
+    forks = multiprocessing.get_context("fork")
 
-    def start(*words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen([sys.executable, "-c", WAITS, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                text=True, cwd=ROOT, env=environment)
+    def start(device: str, num_devices: int) -> tuple[Event, Event]:
+        inside, leave = forks.Event(), forks.Event()
+        forks.Process(target=start_alone_and_wait, args=(device, num_devices, inside, leave), daemon=True).start()
+        return inside, leave
 
-    holder, other_gpu = start("cuda:0", "2"), start("cuda:2", "1")
-    assert holder.stdout.readline() == other_gpu.stdout.readline() == "in\n"  # different GPUs at once
-    waiting = start("cuda:1", "1")
-    with pytest.raises(subprocess.TimeoutExpired):
-        waiting.wait(1.0)
-    assert waiting.stdin is not None
-    holder.communicate()
-    assert waiting.stdout.readline() == "in\n"
-    for process in (waiting, other_gpu):
-        process.communicate()
+    (holds, leave), (other_gpu, _) = start("cuda:0", 2), start("cuda:2", 1)
+    assert holds.wait(WAIT_S) and other_gpu.wait(WAIT_S)  # different GPUs at once
+    waits, _ = start("cuda:1", 1)
+    assert not waits.wait(0.5)
+    leave.set()
+    assert waits.wait(WAIT_S)
     with starts_alone("cpu", 1):  # nothing to wait for
         pass

@@ -182,15 +182,13 @@ def test_frames_that_are_not_ours_do_not_flood_the_log_and_cost_the_connection(t
     assert not any(char == "\x1b" for char in caplog.text)
 
 
-@pytest.mark.parametrize("name", ["a\x1b[2Jb", "a b", "", "a\nb", "x" * 64 + "y", "é"])
-def test_a_name_that_could_not_be_shown_is_refused(tmp_path, name, caplog):
+def test_a_name_that_could_not_be_shown_is_refused(tmp_path, caplog):
     with LiveHub(tmp_path, config_of()) as hub:
-        peer = hub.connect()
-        peer.hello(name)
-        if len(name) > 64:  # no such message exists
-            until(lambda: hub.server.context.counters["num_wire_errors_body"], hub.link.refresh_status)
-            return
-        stop = peer.receive(Stop)
-
-        assert (stop.exit_code, stop.rejoin) == (4, False) and "set actors.actor_id" in stop.detail
-        assert stop.detail.isprintable() and "\x1b" not in caplog.text
+        for name in ("a\x1b[2Jb", "a b", "", "a\nb", "é"):
+            peer = hub.connect()
+            peer.hello(name)
+            stop = peer.receive(Stop)
+            assert (stop.exit_code, stop.rejoin) == (4, False) and "set actors.actor_id" in stop.detail, name
+            assert stop.detail.isprintable() and "\x1b" not in caplog.text, name
+        hub.connect().hello("x" * 64 + "y")  # no such message exists
+        until(lambda: hub.server.context.counters["num_wire_errors_body"], hub.link.refresh_status)
