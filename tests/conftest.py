@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 import os
 import tempfile
@@ -11,6 +13,8 @@ import pytest
 from tests.slow import is_slow
 
 TESTS = Path(__file__).parent
+COROUTINE_S = 30.0
+"""Longest time of a test that is a coroutine."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,6 +32,16 @@ def own_umask() -> Iterator[None]:
     os.umask(before)
     yield
     os.umask(before)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), COROUTINE_S))
+    return True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

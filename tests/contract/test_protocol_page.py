@@ -26,7 +26,6 @@ ENUMS = (
 ).split()
 
 
-
 def fields(cls: type[msgspec.Struct]) -> str:
     return ", ".join(f"`{field.name}`" for field in msgspec.structs.fields(cls))
 

@@ -119,21 +119,6 @@ def test_commands_run_in_order_or_beside_each_other_and_every_end_is_listed(tmp_
     assert "page.md:12; not run: not a command" in "\n".join(lines)
 
 
-def test_a_command_past_its_time_is_killed_with_its_children_and_has_failed(tmp_path: Path):
-    page = tmp_path / "page.md"
-    page.write_text("```sh\n(exec > held; sleep 600) | cat\n```\n")
-    os.mkfifo(tmp_path / "held")
-    held = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(held, True)
-    reader = Reader(tmp_path, [Rule("", timeout_s=2)])
-
-    reader.follow(extract(page, "page.md"))
-
-    assert reader.outcomes[0].failed and "timeout" in reader.outcomes[0].row()
-    assert os.read(held, 1) == b""  # the end of the file: no process holds it open
-    os.close(held)
-
-
 def test_the_list_says_how_each_command_would_be_run(capsys: pytest.CaptureFixture[str]):
     assert main(["--list"]) == 0
 

@@ -167,7 +167,6 @@ def phi3():
     return Phi3Config(**SIZES, original_max_position_embeddings=ORIGINAL, rope_parameters=dict(LONG))
 
 
-
 def saved(config, path):
     """A checkpoint with attention that is far from uniform, so that frequencies matter."""
     torch.manual_seed(3)

@@ -12,7 +12,7 @@ from bench.staleness import arms, summary
 from bench.staleness.__main__ import collect, write
 from bench.staleness.adaptive import Driver, StepChange
 from bench.staleness.history import History
-from bench.staleness.parts import Job, execute, jobs
+from bench.staleness.parts import Job, execute
 from bench.staleness.policy import Shape, generate, split
 from bench.staleness.report import comparison
 from bench.staleness.simulate import Member, Plan, sample, sampling_ticks, train
@@ -59,8 +59,6 @@ def test_stream_default_and_impala_are_the_recipes_of_the_config_group():
     assert set(arms.MEANING) == set(arms.ARMS)
 
 
-
-
 def test_tokens_are_sampled_from_exactly_the_version_that_the_lag_asks_for():
     lags, now = torch.tensor([0, 2, 5]), 5
     history = History(6, random_parameters(3))
@@ -94,16 +92,6 @@ def test_mixed_versions_record_each_token_under_its_own_weights():
     assert float(first.max()) < 1e-5 and float(rest.max()) > 0.05
 
 
-
-
-
-
-
-
-
-
-
-
 @pytest.mark.timeout(300)
 def test_at_lag_32_stream_default_learns_the_task_and_the_uncorrected_arm_does_not():
     def final_scores(arm: str, lags: tuple[int, ...]) -> list[float]:
@@ -117,15 +105,6 @@ def test_at_lag_32_stream_default_learns_the_task_and_the_uncorrected_arm_does_n
     # Calibrated once, on one seed: none 1.00 and 0.45; chance is 0.2.
     assert fresh > 0.9 and stale < 0.65 * fresh
     assert corrected > 0.8
-
-
-def test_all_jobs_together_cover_every_arm_at_every_lag_with_three_seeds_and_one_learning_rate():
-    members = [(job.plan.arm, member) for job in jobs() if job.part == "A" for member in job.plan.members]
-
-    wanted = {(arm, lag, seed) for arm in arms.ARMS for lag in (0, 1, 4, 8, 16, 32, 64) for seed in range(3)}
-    assert sorted((arm, m.lag, m.seed) for arm, m in members) == sorted(wanted)
-    assert {m.lr for _, m in members} == {3e-3}
-    assert len({job.name for job in jobs()}) == len(jobs())
 
 
 def small_jobs() -> list[Job]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from bench.staleness_real.__main__ import run_all, write_table
-from bench.staleness_real.cells import ARMS, CRITIC_ARMS, ETA, LAGS, RATES, Cell, all_cells
+from bench.staleness_real.cells import ARMS, CRITIC_ARMS, ETA, LAGS, Cell, all_cells
 from bench.staleness_real.controls import positive_only, random_mask
-from bench.staleness_real.run_cell import append, finished
 from bench.staleness_real.tables import tables
 from learner.objective.options import check_settings
 from streamrl.config.load import load_config
@@ -49,37 +47,9 @@ def test_the_control_arms_drop_at_random_or_keep_what_is_positive():
     assert torch.equal(positive_only(given).losses != 0, advantages > 0)
 
 
-
-def test_several_processes_share_the_cells_by_seed(tmp_path, monkeypatch):
-    ran = []
-
-    def run(cell, folder):
-        ran.append(cell)
-        return result(cell.arm, cell.lag, cell.rate, cell.seed) | {"settled_lag": float(cell.lag)}
-
-    monkeypatch.setattr("bench.staleness_real.run_cell.run_cell", run)
-    append(result(seed=2, rate=RATES[0]), tmp_path / "results.jsonl")
-    run_all(tmp_path, [cell for cell in all_cells() if cell.seed in (2, 5)])
-    assert {cell.seed for cell in ran} == {2, 5}
-    assert len(ran) == sum(cell.seed in (2, 5) for cell in all_cells()) - 1
-
-
 def test_a_lag_that_is_not_the_forced_one_is_told_and_left_out():
     cell = Cell("clip", ETA, 3e-4, 1)
     assert cell.lag_is_right({"settled_lag": 24.0}) and not cell.lag_is_right({"settled_lag": 23.9})
     assert not Cell("clip", 0, 3e-4, 1).lag_is_right({"settled_lag": 0.01})
     text = tables([result(), result(seed=2, end=0.9), result(seed=3, end=0.0, valid=False)])
     assert "0.75 ± 0.21 (2)" in text and "2 runs" in text and "1 more runs were left out" in text
-
-
-
-def test_results_are_lines_and_one_that_was_cut_short_is_run_again(tmp_path):
-    path = tmp_path / "results.jsonl"
-    append(result(), path)
-    with path.open("a") as file:
-        file.write('{"arm": "cli')
-    assert finished(path) == [result()]
-    append(result(seed=2), path)
-    assert finished(path) == [result(), result(seed=2)]
-    assert write_table(tmp_path, publish=False) == 0 and "`clip`" in (tmp_path / "tables.md").read_text()
-    assert write_table(tmp_path / "nothing", publish=False) == 1

@@ -15,13 +15,13 @@ from tests.unit.engines.tiny_models import (
     V2,
     V3,
     GatedTokenizer,
+    assert_logprobs,
     document,
     engine_for,
     llama,
     prompt_of,
     qwen3,
     request,
-    run,
     truth_greedy,
     truth_logprobs,
     two_model_logprobs,
@@ -43,146 +43,123 @@ async def generate_across_an_install(engine, gate, tensors, *, prompt, new, crow
 
 
 @pytest.mark.parametrize("make", [qwen3, llama])
-def test_a_running_sequence_keeps_its_tokens_and_cache_and_goes_on_with_the_new_weights(make):
+async def test_a_running_sequence_keeps_its_tokens_and_cache_and_goes_on_with_the_new_weights(make):
     old, new, prompt = make(0), make(1), prompt_of(6)
     gate = GatedTokenizer(stop_at=10)
 
-    async def work():
-        async with engine_for(old, gate) as engine:
-            generation, times, _ = await generate_across_an_install(
-                engine, gate, document(new), prompt=prompt, new=40
-            )
-            assert engine.installed == V2
+    async with engine_for(old, gate) as engine:
+        generation, times, _ = await generate_across_an_install(
+            engine, gate, document(new), prompt=prompt, new=40
+        )
+        assert engine.installed == V2
 
-        assert [(s.ref, s.start, s.end) for s in generation.spans] == [(V1, 0, 10), (V2, 10, 40)]
-        assert 0.0 <= times.pause_s <= times.install_s
-        expected = two_model_logprobs(old, new, prompt, generation.token_ids, switch=10)
-        torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-5, rtol=1e-5)
-        # The recorded numbers are not those of the new weights on a fresh cache: nothing could recompute them.
-        fresh = truth_logprobs(new, prompt, generation.token_ids)[10:]
-        assert (torch.tensor(generation.logprobs)[10:] - fresh).abs().max() > 1e-3
-
-    run(work)
+    assert [(s.ref, s.start, s.end) for s in generation.spans] == [(V1, 0, 10), (V2, 10, 40)]
+    assert 0.0 <= times.pause_s <= times.install_s
+    expected = two_model_logprobs(old, new, prompt, generation.token_ids, switch=10)
+    torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-5, rtol=1e-5)
+    # The recorded numbers are not those of the new weights on a fresh cache: nothing could recompute them.
+    fresh = truth_logprobs(new, prompt, generation.token_ids)[10:]
+    assert (torch.tensor(generation.logprobs)[10:] - fresh).abs().max() > 1e-3
 
 
-def test_with_recompute_later_logprobs_are_those_of_the_new_weights_alone():
+async def test_with_recompute_later_logprobs_are_those_of_the_new_weights_alone():
     old, new, prompt = qwen3(0), qwen3(1), prompt_of(6)
     gate = GatedTokenizer(stop_at=10)
     crowd = [request(prompt_of(3 + 9 * n, seed=n), 50, seed=n) for n in range(4)]
 
-    async def work():
-        async with engine_for(old, gate, max_num_seqs=5, install_policy="recompute", prefill_tokens=40) as engine:
-            generation, _, others = await generate_across_an_install(
-                engine, gate, document(new), prompt=prompt, new=40, crowd=crowd
-            )
-        runs = [(prompt, generation), *((list(r.prompt_ids), g) for r, g in zip(crowd, others, strict=True))]
-        for text, done in runs:
-            assert [s.ref for s in done.spans] == [V1, V2]
-            switch = done.spans[0].end
-            expected = torch.cat([
-                truth_logprobs(old, text, done.token_ids)[:switch], truth_logprobs(new, text, done.token_ids)[switch:],
-            ])  # fmt: skip
-            torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-5, rtol=1e-5)
-
-    run(work)
+    async with engine_for(old, gate, max_num_seqs=5, install_policy="recompute", prefill_tokens=40) as engine:
+        generation, _, others = await generate_across_an_install(
+            engine, gate, document(new), prompt=prompt, new=40, crowd=crowd
+        )
+    runs = [(prompt, generation), *((list(r.prompt_ids), g) for r, g in zip(crowd, others, strict=True))]
+    for text, done in runs:
+        assert [s.ref for s in done.spans] == [V1, V2]
+        switch = done.spans[0].end
+        expected = torch.cat([
+            truth_logprobs(old, text, done.token_ids)[:switch], truth_logprobs(new, text, done.token_ids)[switch:],
+        ])  # fmt: skip
+        torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_with_drain_no_sequence_sees_two_versions():
+async def test_with_drain_no_sequence_sees_two_versions():
     old, new = qwen3(0), qwen3(1)
     gate = GatedTokenizer(stop_at=10)
 
-    async def work():
-        async with engine_for(old, gate, max_num_seqs=3, install_policy="drain") as engine:
-            running = asyncio.create_task(engine.generate(request(prompt_of(6), 30, stop=("never",))))
-            await asyncio.to_thread(gate.reached.wait)
-            late = [asyncio.create_task(engine.generate(request(prompt_of(4, seed=n), 20))) for n in range(3)]
-            await asyncio.sleep(0)  # they are in line before the install is
-            install = asyncio.create_task(engine.install(document(new), V2))
-            await until(lambda: len(engine._swaps) == 1)
-            gate.go.set()
-            first, *others, _ = await asyncio.gather(running, *late, install)
+    async with engine_for(old, gate, max_num_seqs=3, install_policy="drain") as engine:
+        running = asyncio.create_task(engine.generate(request(prompt_of(6), 30, stop=("never",))))
+        await asyncio.to_thread(gate.reached.wait)
+        late = [asyncio.create_task(engine.generate(request(prompt_of(4, seed=n), 20))) for n in range(3)]
+        await asyncio.sleep(0)  # they are in line before the install is
+        install = asyncio.create_task(engine.install(document(new), V2))
+        await until(lambda: len(engine._swaps) == 1)
+        gate.go.set()
+        first, *others, _ = await asyncio.gather(running, *late, install)
 
-        assert [(s.ref, s.start, s.end) for s in first.spans] == [(V1, 0, 30)]
-        for n, generation in enumerate(others):
-            assert [span.ref for span in generation.spans] == [V2]
-            expected = truth_logprobs(new, prompt_of(4, seed=n), generation.token_ids)
-            torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-5, rtol=1e-5)
-
-    run(work)
+    assert [(s.ref, s.start, s.end) for s in first.spans] == [(V1, 0, 30)]
+    for n, generation in enumerate(others):
+        assert [span.ref for span in generation.spans] == [V2]
+        assert_logprobs(new, prompt_of(4, seed=n), generation)
 
 
-def test_an_install_that_is_given_up_before_its_turn_never_happens():
+async def test_an_install_that_is_given_up_before_its_turn_never_happens():
     old, new = qwen3(0), qwen3(1)
     gate = GatedTokenizer(stop_at=5)
 
-    async def work():
-        async with engine_for(old, gate, install_policy="drain") as engine:
-            running = asyncio.create_task(engine.generate(request(prompt_of(6), 30, stop=("never",))))
-            await asyncio.to_thread(gate.reached.wait)
-            install = asyncio.create_task(engine.install(document(new), V2))
-            await until(lambda: len(engine._swaps) == 1)
-            install.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await install
-            gate.go.set()
-            await running
-            after = await engine.generate(request(prompt_of(6), 10))
-            assert [span.ref for span in after.spans] == [V1]
-            await engine.install(document(new), V3)
-            assert engine.installed == V3
-
-    run(work)
+    async with engine_for(old, gate, install_policy="drain") as engine:
+        running = asyncio.create_task(engine.generate(request(prompt_of(6), 30, stop=("never",))))
+        await asyncio.to_thread(gate.reached.wait)
+        install = asyncio.create_task(engine.install(document(new), V2))
+        await until(lambda: len(engine._swaps) == 1)
+        install.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await install
+        gate.go.set()
+        await running
+        after = await engine.generate(request(prompt_of(6), 10))
+        assert [span.ref for span in after.spans] == [V1]
+        await engine.install(document(new), V3)
+        assert engine.installed == V3
 
 
-def test_versions_installed_before_a_token_was_sampled_leave_no_span():
+async def test_versions_installed_before_a_token_was_sampled_leave_no_span():
     model = qwen3()
 
-    async def work():
-        async with engine_for(model) as engine:
-            await engine.install(document(model), V2)
-            await engine.install(document(qwen3(3)), V3)
-            generation = await engine.generate(request(prompt_of(4), 5, sampling=GREEDY))
-        assert [span.ref for span in generation.spans] == [V3]
-        assert generation.token_ids == truth_greedy(qwen3(3), prompt_of(4), 5)
-
-    run(work)
+    async with engine_for(model) as engine:
+        await engine.install(document(model), V2)
+        await engine.install(document(qwen3(3)), V3)
+        generation = await engine.generate(request(prompt_of(4), 5, sampling=GREEDY))
+    assert [span.ref for span in generation.spans] == [V3]
+    assert generation.token_ids == truth_greedy(qwen3(3), prompt_of(4), 5)
 
 
-def test_the_same_weights_again_change_no_number():
+async def test_the_same_weights_again_change_no_number():
     model, prompt = qwen3(), prompt_of(6)
     gate = GatedTokenizer(stop_at=10)
 
-    async def work():
-        async with engine_for(model, gate) as engine:
-            crossed, _, _ = await generate_across_an_install(engine, gate, document(model), prompt=prompt, new=40)
-            undisturbed = await engine.generate(request(prompt, 40, seed=5))
-        assert len(crossed.spans) == 2
-        assert crossed.token_ids == undisturbed.token_ids
-        assert crossed.logprobs == undisturbed.logprobs
-
-    run(work)
+    async with engine_for(model, gate) as engine:
+        crossed, _, _ = await generate_across_an_install(engine, gate, document(model), prompt=prompt, new=40)
+        undisturbed = await engine.generate(request(prompt, 40, seed=5))
+    assert len(crossed.spans) == 2
+    assert crossed.token_ids == undisturbed.token_ids
+    assert crossed.logprobs == undisturbed.logprobs
 
 
-def test_a_sibling_that_comes_after_an_install_does_not_reuse_the_old_cache():
+async def test_a_sibling_that_comes_after_an_install_does_not_reuse_the_old_cache():
     old, new, prompt = qwen3(0), qwen3(1), prompt_of(6)
     gate = GatedTokenizer(stop_at=3)
 
-    async def work():
-        async with engine_for(old, gate) as engine:
-            task = asyncio.create_task(engine.generate(request(prompt, 200, stop=("never",))))
-            await asyncio.to_thread(gate.reached.wait)
-            install = asyncio.create_task(engine.install(document(new), V2))
-            await until(lambda: len(engine._swaps) == 1)
-            late = asyncio.create_task(engine.generate(request(prompt, 20, seed=9)))
-            gate.go.set()
-            await install
-            sibling = await late
-            task.cancel()
-        assert [span.ref for span in sibling.spans] == [V2]
-        expected = truth_logprobs(new, prompt, sibling.token_ids)
-        torch.testing.assert_close(torch.tensor(sibling.logprobs), expected, atol=1e-5, rtol=1e-5)
-
-    run(work)
+    async with engine_for(old, gate) as engine:
+        task = asyncio.create_task(engine.generate(request(prompt, 200, stop=("never",))))
+        await asyncio.to_thread(gate.reached.wait)
+        install = asyncio.create_task(engine.install(document(new), V2))
+        await until(lambda: len(engine._swaps) == 1)
+        late = asyncio.create_task(engine.generate(request(prompt, 20, seed=9)))
+        gate.go.set()
+        await install
+        sibling = await late
+        task.cancel()
+    assert [span.ref for span in sibling.spans] == [V2]
+    assert_logprobs(new, prompt, sibling)
 
 
 def spoiled(kind: str) -> dict[str, torch.Tensor]:
@@ -200,21 +177,18 @@ def spoiled(kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["missing", "shape", "type", "unknown"])
-def test_a_document_that_does_not_fit_is_refused_by_name_and_the_old_version_serves(kind):
+async def test_a_document_that_does_not_fit_is_refused_by_name_and_the_old_version_serves(kind):
     model, prompt = qwen3(), prompt_of(5)
 
-    async def work():
-        async with engine_for(model) as engine:
-            before = await engine.generate(request(prompt, 20, seed=1))
-            with pytest.raises(WeightsError, match="model.layers.1.mlp.up_proj.weight"):
-                await engine.install(spoiled(kind), V2)
-            assert engine.installed == V1
-            after = await engine.generate(request(prompt, 20, seed=1))
-            assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
-            await engine.install(document(qwen3(1)), V2)
-            assert engine.installed == V2
-
-    run(work)
+    async with engine_for(model) as engine:
+        before = await engine.generate(request(prompt, 20, seed=1))
+        with pytest.raises(WeightsError, match="model.layers.1.mlp.up_proj.weight"):
+            await engine.install(spoiled(kind), V2)
+        assert engine.installed == V1
+        after = await engine.generate(request(prompt, 20, seed=1))
+        assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+        await engine.install(document(qwen3(1)), V2)
+        assert engine.installed == V2
 
 
 def test_tied_weights_stay_tied_and_their_copy_is_not_in_the_document():
@@ -255,7 +229,7 @@ def test_staging_leaves_the_live_weights_alone_and_a_swap_keeps_two_sets_at_most
     assert len(pointers) == 2
 
 
-def test_weights_that_give_no_finite_number_fail_the_sequence_and_leave_no_trace():
+async def test_weights_that_give_no_finite_number_fail_the_sequence_and_leave_no_trace():
     model, prompt = qwen3(), prompt_of(6)
     broken = document(model)
     broken["model.norm.weight"] = torch.full_like(broken["model.norm.weight"], float("nan"))
@@ -263,20 +237,16 @@ def test_weights_that_give_no_finite_number_fail_the_sequence_and_leave_no_trace
     name = "model.layers.0.self_attn.v_proj.weight"
     poisoned[name] = torch.full_like(poisoned[name], float("inf"))
 
-    async def work():
-        async with engine_for(model, max_num_seqs=2) as engine:
-            for version, tensors in ((V2, broken), (V3, poisoned)):
-                await engine.install(tensors, version)
-                results = await asyncio.gather(
-                    *(engine.generate(request(prompt_of(40), 20, seed=n)) for n in range(2)), return_exceptions=True
-                )
-                assert all("not finite" in str(error) for error in results)
-            await engine.install(document(model), V3)
-            # Rows that held NaN are used again, behind shorter sequences.
-            done = await asyncio.gather(*(engine.generate(request(prompt, 10, seed=n)) for n in range(2)))
-            assert engine.stats().extra["nonfinite"] == 4.0
-        for generation in done:
-            expected = truth_logprobs(model, prompt, generation.token_ids)
-            torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-5, rtol=1e-5)
-
-    run(work)
+    async with engine_for(model, max_num_seqs=2) as engine:
+        for version, tensors in ((V2, broken), (V3, poisoned)):
+            await engine.install(tensors, version)
+            results = await asyncio.gather(
+                *(engine.generate(request(prompt_of(40), 20, seed=n)) for n in range(2)), return_exceptions=True
+            )
+            assert all("not finite" in str(error) for error in results)
+        await engine.install(document(model), V3)
+        # Rows that held NaN are used again, behind shorter sequences.
+        done = await asyncio.gather(*(engine.generate(request(prompt, 10, seed=n)) for n in range(2)))
+        assert engine.stats().extra["nonfinite"] == 4.0
+    for generation in done:
+        assert_logprobs(model, prompt, generation)

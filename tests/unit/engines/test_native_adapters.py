@@ -34,7 +34,6 @@ from tests.unit.engines.tiny_models import (
     prompt_of,
     qwen3,
     request,
-    run,
     truth_logprobs,
     two_model_logprobs,
     until,
@@ -112,108 +111,90 @@ def close(logprobs, expected) -> None:
 
 
 @pytest.mark.parametrize("make", [qwen3, llama])
-def test_a_running_sequence_switches_to_the_new_adapter_between_two_tokens(make):
+async def test_a_running_sequence_switches_to_the_new_adapter_between_two_tokens(make):
     model, prompt, gate = make(0), prompt_of(6), GatedTokenizer(stop_at=10)
     first, second = adapter_of(model, 1), adapter_of(model, 2)
 
-    async def work():
-        async with adapted_engine(model, gate) as engine:
-            done, _ = await across_an_install(engine, gate, second, prompt)
-            scores = await engine.score(prompt, start=1, temperature=1.0)
-        old, new = with_adapter(model, first), with_adapter(model, second)
-        assert [(s.ref, s.start, s.end) for s in done.spans] == [(V1, 0, 10), (V2, 10, 40)]
-        close(done.logprobs, two_model_logprobs(old, new, prompt, done.token_ids, switch=10))
-        close(scores, truth_logprobs(new, prompt[:1], prompt[1:]))
-
-    run(work)
+    async with adapted_engine(model, gate) as engine:
+        done, _ = await across_an_install(engine, gate, second, prompt)
+        scores = await engine.score(prompt, start=1, temperature=1.0)
+    old, new = with_adapter(model, first), with_adapter(model, second)
+    assert [(s.ref, s.start, s.end) for s in done.spans] == [(V1, 0, 10), (V2, 10, 40)]
+    close(done.logprobs, two_model_logprobs(old, new, prompt, done.token_ids, switch=10))
+    close(scores, truth_logprobs(new, prompt[:1], prompt[1:]))
 
 
-def test_with_finish_a_sequence_ends_with_its_own_adapter_while_later_ones_use_the_new_one():
+async def test_with_finish_a_sequence_ends_with_its_own_adapter_while_later_ones_use_the_new_one():
     model, prompt, gate = qwen3(0), prompt_of(6), GatedTokenizer(stop_at=10)
     first, second = adapter_of(model, 1), adapter_of(model, 2)
     late = [
         request(prompt, 20, seed=1), request(prompt_of(9, seed=2), 20, seed=2), request(prompt, 12, seed=3, version=V1),
     ]
 
-    async def work():
-        async with adapted_engine(model, gate, install_policy="drain") as engine:
-            done, others = await across_an_install(engine, gate, second, prompt, late=late)
-        old, new = with_adapter(model, first), with_adapter(model, second)
-        assert [(s.ref, s.end) for s in done.spans] == [(V1, 40)], "it did not wait, and was not switched"
-        close(done.logprobs, truth_logprobs(old, prompt, done.token_ids))
-        assert [[(s.ref, s.end) for s in one.spans] for one in others] == [[(V2, 20)], [(V2, 20)], [(V1, 12)]]
-        for one, asked, weights in zip(others, late, (new, new, old), strict=True):
-            close(one.logprobs, truth_logprobs(weights, list(asked.prompt_ids), one.token_ids))
-
-    run(work)
+    async with adapted_engine(model, gate, install_policy="drain") as engine:
+        done, others = await across_an_install(engine, gate, second, prompt, late=late)
+    old, new = with_adapter(model, first), with_adapter(model, second)
+    assert [(s.ref, s.end) for s in done.spans] == [(V1, 40)], "it did not wait, and was not switched"
+    close(done.logprobs, truth_logprobs(old, prompt, done.token_ids))
+    assert [[(s.ref, s.end) for s in one.spans] for one in others] == [[(V2, 20)], [(V2, 20)], [(V1, 12)]]
+    for one, asked, weights in zip(others, late, (new, new, old), strict=True):
+        close(one.logprobs, truth_logprobs(weights, list(asked.prompt_ids), one.token_ids))
 
 
-def test_recompute_reads_running_sequences_again_with_the_new_adapter():
+async def test_recompute_reads_running_sequences_again_with_the_new_adapter():
     model, prompt, gate = qwen3(0), prompt_of(6), GatedTokenizer(stop_at=10)
     second = adapter_of(model, 2)
 
-    async def work():
-        async with adapted_engine(model, gate, install_policy="recompute") as engine:
-            done, _ = await across_an_install(engine, gate, second, prompt)
-        close(done.logprobs[10:], truth_logprobs(with_adapter(model, second), prompt, done.token_ids)[10:])
-
-    run(work)
+    async with adapted_engine(model, gate, install_policy="recompute") as engine:
+        done, _ = await across_an_install(engine, gate, second, prompt)
+    close(done.logprobs[10:], truth_logprobs(with_adapter(model, second), prompt, done.token_ids)[10:])
 
 
-def test_an_old_adapter_stays_while_a_sequence_uses_it_and_then_goes():
+async def test_an_old_adapter_stays_while_a_sequence_uses_it_and_then_goes():
     model, gate = qwen3(0), PacedTokenizer(stop_at=3)
     refs = [type(V1)(0, number) for number in range(2, 14)]
 
-    async def work():
-        async with adapted_engine(model, gate, install_policy="drain") as engine:
-            running = asyncio.create_task(engine.generate(request(prompt_of(4), 30, stop=("never",))))
-            await asyncio.to_thread(gate.reached.wait, TIMEOUT_S)
-            installs = [asyncio.create_task(engine.install_adapter(adapter_of(model, 2), ref)) for ref in refs]
-            await until(lambda: len(engine._swaps) == 1)
-            gate.may_go = lambda: bool(engine._swaps) or all(one.done() for one in installs)  # it outlives them all
-            gate.go.set()
-            await asyncio.gather(*installs)
-            done = await running
-            assert [s.ref for s in done.spans] == [V1]
-            still = await engine.generate(request(prompt_of(4), 5, version=V1))
-            assert still.spans[0].ref == V1, "until the next version comes"
-            await engine.install_adapter(adapter_of(model, 3), type(V1)(0, 20))
-            gone = await engine.generate(request(prompt_of(4), 5, version=V1))
-            assert gone.spans[0].ref == type(V1)(0, 20), "a version that is not there any more gives the newest"
-
-    run(work)
+    async with adapted_engine(model, gate, install_policy="drain") as engine:
+        running = asyncio.create_task(engine.generate(request(prompt_of(4), 30, stop=("never",))))
+        await asyncio.to_thread(gate.reached.wait, TIMEOUT_S)
+        installs = [asyncio.create_task(engine.install_adapter(adapter_of(model, 2), ref)) for ref in refs]
+        await until(lambda: len(engine._swaps) == 1)
+        gate.may_go = lambda: bool(engine._swaps) or all(one.done() for one in installs)  # it outlives them all
+        gate.go.set()
+        await asyncio.gather(*installs)
+        done = await running
+        assert [s.ref for s in done.spans] == [V1]
+        still = await engine.generate(request(prompt_of(4), 5, version=V1))
+        assert still.spans[0].ref == V1, "until the next version comes"
+        await engine.install_adapter(adapter_of(model, 3), type(V1)(0, 20))
+        gone = await engine.generate(request(prompt_of(4), 5, version=V1))
+        assert gone.spans[0].ref == type(V1)(0, 20), "a version that is not there any more gives the newest"
 
 
-def test_an_adapter_of_other_layers_or_another_shape_is_refused_and_the_old_one_serves():
+async def test_an_adapter_of_other_layers_or_another_shape_is_refused_and_the_old_one_serves():
     model = qwen3(0)
     fewer = {name: t for name, t in adapter_of(model, 2).items() if "q_proj" not in name}
     name = next(n for n in adapter_of(model, 2) if n.endswith(UP))
     wrong = {**adapter_of(model, 2), name: torch.zeros(7, 3)}
     half = {n: t for n, t in adapter_of(model, 2).items() if n != name}
 
-    async def work():
-        async with adapted_engine(model) as engine:
-            for tensors, said in ((fewer, "q_proj"), (wrong, "is for"), (half, "one is missing")):
-                with pytest.raises(WeightsError, match=said):
-                    await engine.install_adapter(tensors, V3)
-            assert engine.installed == V1
-            done = await engine.generate(request(prompt_of(4), 5))
-        close(done.logprobs, truth_logprobs(with_adapter(model, adapter_of(model, 1)), prompt_of(4), done.token_ids))
-
-    run(work)
+    async with adapted_engine(model) as engine:
+        for tensors, said in ((fewer, "q_proj"), (wrong, "is for"), (half, "one is missing")):
+            with pytest.raises(WeightsError, match=said):
+                await engine.install_adapter(tensors, V3)
+        assert engine.installed == V1
+        done = await engine.generate(request(prompt_of(4), 5))
+    close(done.logprobs, truth_logprobs(with_adapter(model, adapter_of(model, 1)), prompt_of(4), done.token_ids))
 
 
-def test_the_live_tensors_are_those_of_base_and_newest_adapter():
+async def test_the_live_tensors_are_those_of_base_and_newest_adapter():
     model = qwen3(0)
 
-    async def work():
-        async with adapted_engine(model) as engine:
-            await engine.install_adapter(adapter_of(model, 2), V2)
-            live = engine.live_tensors()
-        for name, tensor in {**document(model), **adapter_of(model, 2)}.items():
-            assert torch.equal(live[name], tensor), name
-
-    run(work)
+    async with adapted_engine(model) as engine:
+        await engine.install_adapter(adapter_of(model, 2), V2)
+        live = engine.live_tensors()
+    for name, tensor in {**document(model), **adapter_of(model, 2)}.items():
+        assert torch.equal(live[name], tensor), name
 
 
 def transcription(weight: torch.Tensor) -> torch.Tensor:
@@ -237,7 +218,7 @@ def test_a_matrix_is_rounded_as_int8_with_a_scale_for_each_row():
 
 
 @pytest.mark.parametrize("make", [qwen3, llama])
-def test_an_int8_engine_samples_from_the_rounded_model_and_installs_again(make):
+async def test_an_int8_engine_samples_from_the_rounded_model_and_installs_again(make):
     model = make()
     rounded = copy.deepcopy(model)
     names = linear_weights(rounded)
@@ -246,31 +227,25 @@ def test_an_int8_engine_samples_from_the_rounded_model_and_installs_again(make):
         for name in names:
             rounded.get_parameter(name).copy_(transcription(model.get_parameter(name)))
 
-    async def check():
-        async with engine_for(model, weights="int8") as engine:
-            for _ in range(2):  # the second install fills the spare tensors
-                prompt = prompt_of(9)
-                found = await engine.generate(request(prompt, 12))
-                expected = truth_logprobs(rounded, prompt, found.token_ids)
-                torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-4, rtol=1e-4)
-                full = truth_logprobs(model, prompt, found.token_ids)
-                assert 1e-3 < float((expected - full).abs().max()) < 0.5
-                await engine.install(document(model), PUBLISHED)
-
-    run(check)
+    async with engine_for(model, weights="int8") as engine:
+        for _ in range(2):  # the second install fills the spare tensors
+            prompt = prompt_of(9)
+            found = await engine.generate(request(prompt, 12))
+            expected = truth_logprobs(rounded, prompt, found.token_ids)
+            torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-4, rtol=1e-4)
+            full = truth_logprobs(model, prompt, found.token_ids)
+            assert 1e-3 < float((expected - full).abs().max()) < 0.5
+            await engine.install(document(model), PUBLISHED)
 
 
 @pytest.mark.parametrize(("tolerance", "passes"), [(0.3, True), (1e-4, False)])
-def test_the_probe_compares_log_probs_and_no_bits(tolerance, passes):
+async def test_the_probe_compares_log_probs_and_no_bits(tolerance, passes):
     model = qwen3()
 
-    async def check():
-        async with engine_for(model, weights="int8", install=False) as engine:
-            _, report = await installed(engine, ProbedWeights(model, tolerance=tolerance))
-            assert report.ok and (report.probe.failed == "") is passes
-            assert passes or "log-probs of the probe differ" in report.probe.failed
-
-    run(check)
+    async with engine_for(model, weights="int8", install=False) as engine:
+        _, report = await installed(engine, ProbedWeights(model, tolerance=tolerance))
+        assert report.ok and (report.probe.failed == "") is passes
+        assert passes or "log-probs of the probe differ" in report.probe.failed
 
 
 @pytest.mark.shows("actors.weights")

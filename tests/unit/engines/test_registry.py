@@ -12,7 +12,7 @@ from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import Outcome
 from tests.fakes.plain_engine import ScriptedEngine
-from tests.unit.actors.fakes import TOKENIZER, V1, V2, actor, always, lease, run, until
+from tests.unit.actors.fakes import TOKENIZER, V1, V2, actor, always, lease, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -70,23 +70,20 @@ def spec(**fields) -> EngineSpec:
     return EngineSpec(**{"model_dir": "unused", "tokenizer": TOKENIZER, **sizes, **fields})
 
 
-def test_an_engine_of_ones_own_serves_a_worker_without_a_change_to_our_files(own):
+async def test_an_engine_of_ones_own_serves_a_worker_without_a_change_to_our_files(own):
     engine = build_engine(own, spec())
 
-    async def use() -> None:
-        async with actor(engine, always()) as one:
-            one.client.grants(lease(1, members=2))
-            await one.announce(V2)
-            one.client.grants(lease(2, min_version=V2))
-            groups = {group.group_id: group for group in await one.finished(2)}
-            assert {group.outcome for group in groups.values()} == {Outcome.COMPLETE}
-            (span,) = groups[2].members[0].versions
-            assert (span.learner_epoch, span.version) == (V2.learner_epoch, V2.version)
-            assert len(groups[1].members[0].token_ids) == 4 * 4
-            assert one.client.installed == [V1, V2]
-            await until(lambda: one.client.progress.tokens_total == 12)  # comes with the next heartbeat
-
-    run(use)
+    async with actor(engine, always()) as one:
+        one.client.grants(lease(1, members=2))
+        await one.announce(V2)
+        one.client.grants(lease(2, min_version=V2))
+        groups = {group.group_id: group for group in await one.finished(2)}
+        assert {group.outcome for group in groups.values()} == {Outcome.COMPLETE}
+        (span,) = groups[2].members[0].versions
+        assert (span.learner_epoch, span.version) == (V2.learner_epoch, V2.version)
+        assert len(groups[1].members[0].token_ids) == 4 * 4
+        assert one.client.installed == [V1, V2]
+        await until(lambda: one.client.progress.tokens_total == 12)  # comes with the next heartbeat
 
 
 def test_settings_take_any_engines_name_and_hello_a_short_one(own):

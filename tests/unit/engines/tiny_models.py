@@ -130,6 +130,12 @@ def truth_logprobs(model: torch.nn.Module, prompt: Sequence[int], new: Sequence[
     return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(list(new))[:, None])[:, 0]
 
 
+def assert_logprobs(model: torch.nn.Module, prompt: Sequence[int], generation, temperature: float = 1.0) -> None:
+    """What was recorded while sampling is what a direct pass over prompt and answer gives."""
+    expected = truth_logprobs(model, prompt, generation.token_ids, temperature)
+    torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+
 def truth_greedy(model: torch.nn.Module, prompt: Sequence[int], new: int) -> list[int]:
     ids = torch.tensor([list(prompt)])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,

@@ -209,7 +209,6 @@ def test_shipped_rewards_pay_the_records_own_answer_or_read_none(tmp_path, monke
     assert told(tmp_path, monkeypatch, answer, f"reward.type={kind}") == []
 
 
-
 def test_several_rewards_are_asked_together(tmp_path, monkeypatch):
     assert told(tmp_path, monkeypatch, 1, "reward.weights={exact: 1.0, repetition: 0.1}") == []
     assert told(tmp_path, monkeypatch, 1, "reward.weights={exact: 0.0, repetition: 0.1}") == []  # its score is 1

@@ -246,27 +246,24 @@ def test_the_time_limit_counts_what_the_loop_does_and_not_the_engine(write):
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_canceled_episode_ends_its_sequence_in_the_engine(write, plain):
+async def test_a_canceled_episode_ends_its_sequence_in_the_engine(write, plain):
     import asyncio
 
     head = "def rollout(record, client):"
     body = "client.generate('q')\nreturn 1.0"
     task = write(body, head) if plain else write(f"await {body}", f"async {head}")
 
-    async def work():
-        gate = asyncio.Event()
-        engine = await installed_engine(lambda *_: ids("x"), gate=gate)
-        runner = make_runner(task, engine, renderer=Renderer(TOKENIZER))
-        playing = asyncio.ensure_future(run_group(lease(prompt=json.dumps(RECORD).encode()), runner))
-        while not engine.stats().running:
-            await asyncio.sleep(0.001)
-        playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
-        while engine.stats().running:
-            await asyncio.sleep(0.001)
-        assert runner.executor.slow(-1.0)[0] == 0
-
-    run(work)
+    gate = asyncio.Event()
+    engine = await installed_engine(lambda *_: ids("x"), gate=gate)
+    runner = make_runner(task, engine, renderer=Renderer(TOKENIZER))
+    playing = asyncio.ensure_future(run_group(lease(prompt=json.dumps(RECORD).encode()), runner))
+    while not engine.stats().running:
+        await asyncio.sleep(0.001)
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
+    while engine.stats().running:
+        await asyncio.sleep(0.001)
+    assert runner.executor.slow(-1.0)[0] == 0
 
 
 def test_tools_of_ours_are_not_put_around_a_loop_and_the_check_at_the_start_passes_it(write, tmp_path):
