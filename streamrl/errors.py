@@ -38,6 +38,11 @@ class StreamrlError(Exception):
     """Root of everything below; catching it catches no programming error."""
 
 
+def install_extra(name: str) -> str:
+    """How to install one of the extras of pyproject.toml, for the error about a package that is missing."""
+    return f"pip install 'streamrl[{name}]' (in a clone: pip install -e '.[{name}]')"
+
+
 class ConfigError(StreamrlError, ValueError):
     """A setting is unknown, impossible, or contradicts another; the message names the key and the remedy."""
 

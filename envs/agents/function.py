@@ -17,7 +17,7 @@ from envs.adapters.forms import own_names
 from envs.async_compat import is_async
 from envs.task_file import run_file
 from streamrl.environment import AgentSession, Record
-from streamrl.errors import ConfigError, TaskError
+from streamrl.errors import ConfigError, TaskError, install_extra
 from streamrl.extension import did_you_mean, import_attribute
 
 CLIENTS = {"client": ("openai", "AsyncOpenAI", "/v1"), "anthropic": ("anthropic", "AsyncAnthropic", "")}
@@ -82,8 +82,8 @@ class _Clients:
             self._make, self._http = getattr(module, name), module.DefaultAsyncHttpxClient
         except ImportError as error:
             raise TaskError(
-                f"the function of env.agent takes {parameter}, of the package {package}, which is not installed: pip "
-                "install 'streamrl[agents]', or take base_url and api_key"
+                f"the function of env.agent takes {parameter}, of the package {package}, which is not installed; "
+                f"install it with {install_extra('agents')}, or take base_url and api_key"
             ) from error
         self._first: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None

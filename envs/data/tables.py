@@ -18,7 +18,7 @@ from typing import Any
 
 from envs.data.hub import from_the_cache, hub_answers
 from envs.data.shapes import MISSING
-from streamrl.errors import DataChangedError, TaskError
+from streamrl.errors import DataChangedError, TaskError, install_extra
 from streamrl.processes import for_all
 
 log = logging.getLogger("streamrl.data")
@@ -113,7 +113,7 @@ def _library() -> Any:
         import datasets
     except ModuleNotFoundError as error:
         raise TaskError(
-            f"Parquet, Arrow, folders and hub data sets need {error.name}: pip install 'streamrl[data]' "
+            f"Parquet, Arrow, folders and hub data sets need {error.name}; install it with {install_extra('data')} "
             "(JSON, JSON Lines and CSV need nothing)."
         ) from error
     datasets.disable_progress_bars()

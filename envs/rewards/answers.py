@@ -7,6 +7,7 @@ answer alone; its parts `format_acc` and `ans_acc` are logged by themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 from envs.data.shapes import RecordShape
 from envs.rewards.extract import (
@@ -23,6 +24,7 @@ from envs.rewards.thoughts import spoken, whole
 from envs.rewards.workers import GraderError, WorkerPool, num_workers
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record, Step
+from streamrl.errors import TaskError, install_extra
 
 MAX_ANSWER_CHARS = 300
 """An own answer that is longer, without a box or ####, is taken for a whole solution."""
@@ -31,11 +33,19 @@ Grader = Callable[[str, str], bool]
 
 
 class MathGrader:
-    """math-verify in confined worker processes; a comparison that takes too long, or ends its process, is worth 0."""
+    """math-verify in confined worker processes; a comparison that takes too long, or ends its process, is worth 0.
+
+    Raises:
+        TaskError: math-verify is not installed. Without it, equal expressions would silently count as different.
+    """
 
     may_block = True
 
     def __init__(self, settings: RewardConfig) -> None:
+        if find_spec("math_verify") is None:
+            raise TaskError(
+                f"Rewards that compare mathematics need math-verify; install it with {install_extra('tasks')}."
+            )
         self._pool = WorkerPool("envs.rewards.math_worker", num_workers(settings), settings.timeout_s)
 
     def __call__(self, gold: str, answer: str) -> bool:

@@ -24,7 +24,7 @@ from envs.task_file import refuse_unknown
 from envs.tools.calculator import WRITTEN, evaluate
 from envs.tools.tool import ToolError
 from streamrl.environment import Record, SingleTurnTask, Step
-from streamrl.errors import TaskError, describe
+from streamrl.errors import TaskError, describe, install_extra
 from streamrl.extension import did_you_mean
 
 log = logging.getLogger("streamrl.actor")
@@ -215,7 +215,7 @@ def package() -> Any:
         import reasoning_gym  # noqa: F401  (registers the datasets)
         from reasoning_gym import factory
     except ModuleNotFoundError as error:
-        raise TaskError(f"the reasoning tasks need {error.name}: pip install 'streamrl[tasks]'.") from error
+        raise TaskError(f"the reasoning tasks need {error.name}; install it with {install_extra('tasks')}.") from error
     return factory
 
 

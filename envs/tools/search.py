@@ -10,7 +10,7 @@ from typing import Any
 
 from envs.data.sources import Source, open_source
 from streamrl.config.schema import ToolUseConfig
-from streamrl.errors import TaskError
+from streamrl.errors import TaskError, install_extra
 
 TEXT_KEYS = ("text", "contents", "content", "body", "document")
 TITLE_KEY = "title"
@@ -79,7 +79,7 @@ class TextIndex:
         try:
             import bm25s
         except ModuleNotFoundError as error:
-            raise TaskError(f"the search tool needs {error.name}: pip install 'streamrl[tasks]'.") from error
+            raise TaskError(f"the search tool needs {error.name}; install it with {install_extra('tasks')}.") from error
         words = [_words(text) for text in texts]
         self._size = len(words)
         self._bm25 = bm25s.BM25()

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.errors import ControlError
+from streamrl.errors import ControlError, install_extra
 from streamrl.messages import Member, MemberStatus
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
 from streamrl.stream.history import LoggedGroup
@@ -205,7 +205,8 @@ def _parquet(answers: Iterable[dict[str, Any]], out: Path) -> int:
         import pyarrow.parquet as pq
     except ModuleNotFoundError as error:
         raise ControlError(
-            f"Parquet needs {error.name}: pip install 'streamrl[data]', or export FILE.json, which needs nothing"
+            f"Parquet needs {error.name}; install it with {install_extra('data')}, or "
+            "export FILE.json, which needs nothing"
         ) from error
     integers, numbers, words = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.string()
     kinds = {

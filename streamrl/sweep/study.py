@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from streamrl.config.schema import Pruner, SweepConfig
 from streamrl.config.sweep_words import Axis
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, install_extra
 from streamrl.extension import resolve
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def check_search(settings: SweepConfig) -> None:
         return
     resolve(settings.sampler, SAMPLERS, setting="sweep.sampler")
     if importlib.util.find_spec("optuna") is None:
-        raise ConfigError(f"sweep.sampler={settings.sampler} needs Optuna: pip install 'streamrl[search]'")
+        raise ConfigError(f"sweep.sampler={settings.sampler} needs Optuna; install it with {install_extra('search')}")
 
 
 def _tpe(*, seed: int, num_startup_trials: int) -> BaseSampler:

