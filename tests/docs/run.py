@@ -181,7 +181,9 @@ def main(arguments: list[str] | None = None) -> int:
         reader = Reader(clone, read_rules())
         items = selected(all_items(clone), chosen.only)
         try:
-            reader.follow(items)
+            reader.follow([item for item in items if item.page == "README.md"])  # with what the quickstart installs
+            subprocess.run(["make", "install"], cwd=clone, check=True)
+            reader.follow([item for item in items if item.page != "README.md"])
         except KeyboardInterrupt:
             return 130
         finally:
