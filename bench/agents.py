@@ -101,16 +101,15 @@ def mismatch(run_dir: Path) -> dict[str, Any]:
     import torch
 
     from learner.data.packing import pack
-    from learner.data.trajectories import TrajectoryReader
+    from learner.data.trajectories import read_groups
     from learner.replay.opened import open_run
     from streamrl.messages import GroupOrigin
 
     run = open_run(run_dir, at_most=0)
-    history, reader, policy = run.history, TrajectoryReader(vocab_size=run.vocab_size), run.trainer.networks.policy
+    history, policy = run.history, run.trainer.networks.policy
     rows = [
         row for batch in history.batches for one in history.arrivals(batch)
-        for row in reader.read([one.frame], version=batch.cut.version,
-                               origins=[GroupOrigin(one.actor_id, one.prompt_index)])
+        for row in read_groups([one.frame], [GroupOrigin(one.actor_id, one.prompt_index)])
     ]
     sampled = [set(row.versions[row.mask].tolist()) for row in rows]
     largest, num = 0.0, 0

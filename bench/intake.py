@@ -24,11 +24,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.plane.fleet import VOCAB_SIZE
 from bench.plane.run_hub import Plane, Sizes
 from bench.record import exit_status, record, shared_arguments
 from learner.data.packing import pack_minibatches
-from learner.data.trajectories import TrajectoryReader
+from learner.data.trajectories import read_groups
 from learner.hub_client.link import HubLink
 from learner.ranks.mesh import Ranks
 from streamrl.messages.codec import encode
@@ -56,20 +55,18 @@ class Clock:
         self._last = now
 
 
-def take_share(link: HubLink, reader: TrajectoryReader, rank: int, version: int) -> Step:
+def take_share(link: HubLink, rank: int, version: int) -> Step:
     """One batch, as the training thread of a rank takes it."""
     clock = Clock()
     share = link.next_batch(version)
     assert share is not None
     clock.lap("receive")
-    rows = reader.read(share.groups, version=share.version, learner_epoch=1, origins=share.origins)
+    rows = read_groups(share.groups, share.origins)
     clock.lap("read")
     (micro_batches,) = pack_minibatches(rows, share.plan, MAX_TOKENS, Ranks())
     clock.lap("pack")
     mine = {row.group_id for row in share.plan if row.rank == rank}
-    others = sum(
-        len(frame) for frame in share.groups if reader.read([frame], version=None)[0].group_id not in mine
-    )
+    others = sum(len(frame) for frame in share.groups if read_groups([frame])[0].group_id not in mine)
     assert sum(one.num_scored for one in micro_batches) == sum(row.num_action_tokens for row in rows)
     return {
         **clock.found, "bytes": len(encode(share)), "frame_bytes": sum(map(len, share.groups)), "others": others,
@@ -83,10 +80,9 @@ def rank_process(commands: Connection, endpoint: str, rank: int, world: int) -> 
         endpoint, rank=rank, world=world, version=0, check_hub=lambda: None, stop_requested=lambda: False,
         stall_report_s=1e9, stall_fail_s=0,
     )
-    reader = TrajectoryReader(vocab_size=VOCAB_SIZE)
     commands.send("up")
     while (version := commands.recv()) is not None:
-        commands.send(take_share(link, reader, rank, version))
+        commands.send(take_share(link, rank, version))
     link.close()
 
 
@@ -132,14 +128,13 @@ def measure(num_ranks: int, num_groups: int, repeats: int) -> tuple[list[list[St
     steps, hub = [], []
     with Plane(Sizes(num_groups, num_ranks=num_ranks)) as plane:
         others = RankProcesses(plane.rank_endpoint, num_ranks)
-        reader = TrajectoryReader(vocab_size=VOCAB_SIZE)
         plane.start_fleet()
         plane.wait_for_actors()
         for _ in range(repeats + 1):
             wait_until_idle(plane)
             before = processor_ns(plane.hub_pid)
             others.start(plane.version)
-            mine = take_share(plane.link, reader, 0, plane.version)
+            mine = take_share(plane.link, 0, plane.version)
             steps.append([mine, *others.results()])
             hub.append((processor_ns(plane.hub_pid) - before) / 1e6)
             plane.version += 1

@@ -102,7 +102,7 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
     import torch
 
     from learner.data.packing import pack
-    from learner.data.trajectories import TrajectoryReader
+    from learner.data.trajectories import read_groups
     from learner.hub_client.settings import answer_limit
     from learner.model.gradients import optimizer_step
     from learner.model.optimizer import make_optimizer, make_schedule
@@ -120,10 +120,10 @@ def train_seconds(config: Any, model_dir: Path, frames: list[bytes], num_steps: 
     optimizer = make_optimizer(policy, config.policy.optimizer)
     schedule = make_schedule(config.policy.optimizer, config.policy.scheduler, num_steps=num_steps)
     objective = Objective(config.advantage, config.loss, max_new_tokens=answer_limit(config), max_lag=3)
-    reader, samples = TrajectoryReader(), []
+    samples = []
     for step in range(num_steps):
         began = time.perf_counter()
-        rows = reader.read(frames, version=0, learner_epoch=1)
+        rows = read_groups(frames)
         plan = [PlanRow(r.group_id, r.index, 0, r.num_tokens, r.num_action_tokens, r.reward, 0) for r in rows]
         planned = BatchPlan.from_batch(objective, rows, plan, version=0, ranks=ranks)
         measured = StepStatistics(planned, ranks)

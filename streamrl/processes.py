@@ -121,8 +121,7 @@ class Child:
         fd, left = self.process.stdin.fileno(), memoryview(data)
         os.set_blocking(fd, False)
         while left:
-            if not select.select([], [fd], [], max(0.0, deadline - time.monotonic()))[1]:
-                raise TimeoutError
+            _wait_for(fd, select.POLLOUT, deadline)
             try:
                 left = left[os.write(fd, left) :]
             except BrokenPipeError:
@@ -142,9 +141,8 @@ class Child:
 
     def _receive_more(self, deadline: float | None) -> None:
         assert self.process.stdout is not None
-        fd, left = self.process.stdout.fileno(), None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not select.select([fd], [], [], left)[0]:
-            raise TimeoutError
+        fd = self.process.stdout.fileno()
+        _wait_for(fd, select.POLLIN, deadline)
         chunk = os.read(fd, 1 << 16)
         if not chunk:
             raise EOFError
@@ -163,6 +161,14 @@ class Child:
                 self._error_tail = (self._error_tail + text)[-_TAIL_CHARS:]
                 if self._on_error is not None:
                     self._on_error(text)
+
+
+def _wait_for(fd: int, event: int, deadline: float | None) -> None:
+    """Wait for an end of a pipe. Raises TimeoutError. Not by select, which takes no descriptor above 1,023."""
+    poller = select.poll()
+    poller.register(fd, event)
+    if not poller.poll(None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())):
+        raise TimeoutError
 
 
 def _private(path: str, flags: int) -> int:

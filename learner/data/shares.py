@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from learner.data.trajectories import Trajectory, TrajectoryReader
+from learner.data.trajectories import Trajectory, check_groups, read_groups
 from streamrl.errors import ContentError, WireError
 from streamrl.messages import BatchShare
 
 
 def read_share(
-    reader: TrajectoryReader, share: BatchShare, *, learner_epoch: int | None, max_tokens: int,
+    share: BatchShare, *, max_tokens: int, vocab_size: int | None = None,
     check_rewards: Callable[[Sequence[Trajectory]], None] | None = None,
 ) -> tuple[list[Trajectory], str]:
     """The trajectories of this rank, and why packing or the objective would fail on them; "" if they would not.
 
     Args:
         max_tokens: that one micro-batch holds.
+        vocab_size: of the policy, where the share does not come from a hub, which has checked its groups.
         check_rewards: raises a WireError for rows whose rewards the objective cannot use.
     """
     try:
-        rows = reader.read(share.groups, version=share.version, learner_epoch=learner_epoch, origins=share.origins)
+        if vocab_size is not None:
+            check_groups(share.groups, version=share.version, vocab_size=vocab_size)
+        rows = read_groups(share.groups, share.origins)
         planned = {(row.group_id, row.index) for row in share.plan}
         for row in rows:
             _check(row, planned, max_tokens)

@@ -1,9 +1,13 @@
-"""Trajectories from GROUP frames, with the checks that training relies on."""
+"""Trajectories from GROUP frames.
+
+The hub checks a group once (`streamrl.messages.validate`), and ranks unpack what it has passed. What comes to training
+past a hub, from a log or from a caller, goes through the same check here.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -11,9 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from streamrl.errors import ContentError
-from streamrl.messages import TO_HUB, Group, GroupOrigin, Member, MemberStatus
+from streamrl.messages import MAX_SEQUENCES, TO_HUB, Group, GroupOrigin, Limits, Member, MemberStatus
 from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
-from streamrl.messages.validate import check_mask, check_spans, sets_of
+from streamrl.messages.validate import check_group, is_scorable, unpack_sets
+
+_GROUPS = Decoder({Group.KIND: TO_HUB[Group.KIND]}, max_bytes=1 << 32)
+_ANY_MEMBER = range(1 << 16)
+_UNKNOWN = GroupOrigin("", -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,67 +88,54 @@ class Trajectory:
         return int(np.count_nonzero(self.mask))  # several times as fast as a sum of booleans
 
 
-class TrajectoryReader:
-    """Decoder of the groups of a batch share; ids outside 0 .. vocab_size - 1 are refused, None does not check."""
+def read_groups(frames: Sequence[bytes], origins: Sequence[GroupOrigin] = ()) -> list[Trajectory]:
+    """Trajectories of GROUP frames that a hub or `check_groups` has passed, in order; aborted members are left out.
 
-    def __init__(self, *, vocab_size: int | None = None, max_bytes: int = 64 << 20) -> None:
-        self._decoder = Decoder(TO_HUB, max_bytes)
-        self._vocab_size = vocab_size
-
-    def read(
-        self, frames: Sequence[bytes], *, version: int | None, learner_epoch: int | None = None,
-        origins: Sequence[GroupOrigin] = (),
-    ) -> list[Trajectory]:
-        """Trajectories of all frames, in order; aborted members are left out.
-
-        Args:
-            version, learner_epoch: that train on them; a token of a later one is refused. Version None: they are only
-                read, so they may also be greedy.
-            origins: of each frame, or none.
-        Raises:
-            WireError: a frame cannot be decoded, or its contents are impossible (`ContentError`).
-        """
-        sources: list[_Source] = []
-        seen: set[tuple[int, int]] = set()
-        for place, frame in enumerate(frames):
-            group = self._decoder.decode(frame)
-            if not isinstance(group, Group):
-                raise ContentError("kind", f"expected a GROUP frame in a batch share, got {type(group).__name__}")
-            if version is not None and not group.sampling.temperature > 0:
-                raise ContentError(
-                    "sampling",
-                    f"group {group.group_id} was sampled at temperature {group.sampling.temperature}, which has no "
-                    "log-probs",
-                )
-            origin = origins[place] if origins else _UNKNOWN
-            for source in self._sources(group, origin):
-                key = (group.group_id, source.member.index)
-                if key in seen:
-                    raise ContentError("duplicate", f"{source.name} is in the batch twice")
-                seen.add(key)
-                sources.append(source)
-        columns = _columns(sources, self._vocab_size, version, learner_epoch)  # checks masks
-        return _trajectories(sources, columns, self._vocab_size)
-
-    def _sources(self, group: Group, origin: GroupOrigin) -> Iterator[_Source]:
-        """The members that are not aborted; those with the same prompt share its array."""
+    Args:
+        origins: of each frame, or none.
+    """
+    sources: list[_Source] = []
+    for frame, origin in zip(frames, origins or [_UNKNOWN] * len(frames), strict=True):
+        group = _decode(frame)
         prompts: dict[bytes, np.ndarray] = {}
         for member in group.members:
             if member.status == MemberStatus.ABORTED:
                 continue
             raw = member.prompt_ids or group.members[0].prompt_ids
-            if raw not in prompts:
-                prompts[raw] = unpack_ids(raw, vocab_size=self._vocab_size)
-            later = tuple(
-                (one.start, unpack_ids(one.prompt_ids, vocab_size=self._vocab_size)) for one in member.sequences
-            )
-            source = _Source(group, member, prompts[raw], origin, later)
-            if not raw or not all(len(prompt) for _, prompt in later):
-                raise ContentError("length", f"{source.name}: a sequence has no prompt, nothing predicts its start")
-            yield source
+            prompt = prompts.setdefault(raw, unpack_ids(raw))  # members share the array
+            later = tuple((one.start, unpack_ids(one.prompt_ids)) for one in member.sequences)
+            sources.append(_Source(group, member, prompt, origin, later))
+    return _trajectories(sources, _columns(sources))
 
 
-_UNKNOWN = GroupOrigin("", -1)
+def check_groups(frames: Sequence[bytes], *, version: int, vocab_size: int | None = None) -> None:
+    """Check frames of a log or of a caller as a hub checks what arrives.
+
+    Args:
+        version: that trains on them; a token of a later one is refused.
+        vocab_size: token ids beyond are refused; None does not check.
+    Raises:
+        WireError: a frame cannot be decoded, or its contents are impossible (`ContentError`).
+    """
+    limits = Limits(max_sequences=MAX_SEQUENCES, vocab_size=vocab_size or 1 << 31)
+    seen: set[tuple[int, int]] = set()
+    for group in map(_decode, frames):
+        if group.members and not is_scorable(group.sampling):
+            how = f"was sampled at temperature {group.sampling.temperature}, which has no log-probs"
+            raise ContentError("sampling", f"group {group.group_id} {how}")
+        for one in check_group(group, limits, _ANY_MEMBER):
+            name = f"group {group.group_id} member {one.index}"
+            if late := [ref for ref in one.all_versions if ref.version > version]:
+                raise ContentError("version", f"{name} has tokens of version {late[0]}, training is at {version}")
+            if not one.aborted and (group.group_id, one.index) in seen:
+                raise ContentError("duplicate", f"{name} is in the batch twice")
+            seen |= set() if one.aborted else {(group.group_id, one.index)}
+
+
+def _decode(frame: bytes) -> Group:
+    group = _GROUPS.decode(frame)
+    assert isinstance(group, Group)
+    return group
 
 
 class _Source(NamedTuple):
@@ -151,10 +146,6 @@ class _Source(NamedTuple):
     prompt_ids: np.ndarray
     origin: GroupOrigin
     later: tuple[tuple[int, np.ndarray], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return f"group {self.group.group_id} member {self.member.index}"
 
 
 class _Columns(NamedTuple):
@@ -169,7 +160,7 @@ class _Columns(NamedTuple):
     turns: np.ndarray
 
 
-def _trajectories(sources: Sequence[_Source], columns: _Columns, vocab_size: int | None) -> list[Trajectory]:
+def _trajectories(sources: Sequence[_Source], columns: _Columns) -> list[Trajectory]:
     rows = []
     places = columns.places
     for (group, member, prompt_ids, origin, later), start, end in zip(sources, places, places[1:], strict=False):
@@ -180,7 +171,8 @@ def _trajectories(sources: Sequence[_Source], columns: _Columns, vocab_size: int
             reward=member.reward, num_turns=len(member.turns), scores=member.scores,
             temperature=group.sampling.temperature, truncated=member.cut,
             judged=member.status == MemberStatus.FINISHED, actor_id=origin.actor_id, prompt_index=origin.prompt_index,
-            later=later, sets=sets_of(group, member, vocab_size), agents=_agents(member),
+            later=later, agents=_agents(member),
+            sets=unpack_sets(member.sets, int(np.count_nonzero(columns.mask[start:end]))) if member.sets else None,
         ))
     return rows
 
@@ -193,53 +185,22 @@ def _agents(member: Member) -> tuple[str, ...]:
     return tuple(member.agents[bisect_right(starts, turn.start)] for turn in member.turns)
 
 
-def _columns(
-    sources: Sequence[_Source], vocab_size: int | None, version: int | None, learner_epoch: int | None
-) -> _Columns:
-    token_ids, logprobs = _unpacked(sources, vocab_size)
+def _columns(sources: Sequence[_Source]) -> _Columns:
+    token_ids = unpack_ids(b"".join([source.member.token_ids for source in sources]))
+    logprobs = unpack_logprobs(b"".join([source.member.logprobs for source in sources]))
     places = [0, *accumulate(len(source.member.token_ids) // 4 for source in sources)]
     mask = np.zeros(len(token_ids), dtype=bool)
-    for source, first, last in zip(sources, places, places[1:], strict=False):
-        num_actions = check_mask(source.group, source.member, last - first)
-        check_spans(source.group, source.member, last - first, num_actions)
+    versions = np.full(len(token_ids), -1, dtype=np.int64)
+    for source, first in zip(sources, places, strict=False):
         for start, end in source.member.mask:
             mask[first + start : first + end] = True
-    return _Columns(
-        places, token_ids, logprobs, mask, _token_versions(sources, places, mask, version, learner_epoch),
-        _token_rewards(sources, places, mask), _token_turns(sources, places, mask),
-    )
-
-
-def _unpacked(sources: Sequence[_Source], vocab_size: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and log-probs of all, [N] each."""
-    members = [source.member for source in sources]
-    try:
-        if any(len(member.token_ids) % 4 or len(member.logprobs) != len(member.token_ids) for member in members):
-            raise ContentError("length", "token ids and log-probs differ in length")
-        ids = unpack_ids(b"".join([member.token_ids for member in members]), vocab_size=vocab_size)
-        return ids, unpack_logprobs(b"".join([member.logprobs for member in members]))
-    except ContentError:
-        for member in members:  # say it of the one that it is true of
-            unpack_logprobs(member.logprobs, num_tokens=len(unpack_ids(member.token_ids, vocab_size=vocab_size)))
-        raise
-
-
-def _token_versions(
-    sources: Sequence[_Source], places: Sequence[int], mask: np.ndarray, version: int | None, learner_epoch: int | None
-) -> np.ndarray:
-    versions = np.full(len(mask), -1, dtype=np.int64)
-    for source, first in zip(sources, places, strict=False):
         for span in source.member.versions:
-            late = version is not None and span.version > version
-            if late or (learner_epoch is not None and span.learner_epoch > learner_epoch):
-                raise ContentError(
-                    "version",
-                    f"{source.name}: tokens {span.start}..{span.end} are of version "
-                    f"{span.learner_epoch}:{span.version}, training is at {version}",
-                )
             versions[first + span.start : first + span.end] = span.version
     versions[~mask] = -1
-    return versions
+    return _Columns(
+        places, token_ids, logprobs, mask, versions, _token_rewards(sources, places, mask),
+        _token_turns(sources, places, mask),
+    )
 
 
 def _token_rewards(sources: Sequence[_Source], places: Sequence[int], mask: np.ndarray) -> np.ndarray:

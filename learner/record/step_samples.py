@@ -13,12 +13,11 @@ from typing import Any
 import msgspec
 from transformers import AutoTokenizer
 
-from learner.data.trajectories import Trajectory, TrajectoryReader
+from learner.data.trajectories import Trajectory, read_groups
 from learner.objective.statistics import StepStatistics
 from learner.ranks.mesh import Ranks
 from learner.record.sample_selection import Draft, draft, draw_groups, draw_member, draw_prompts
 from streamrl.config.schema import SamplesConfig
-from streamrl.errors import WireError
 from streamrl.messages import BatchShare, EvalResult, KeptGroup
 from streamrl.messages.seeding import draw_key
 from streamrl.metrics.samples import TRAINED, Sample, SampleFile
@@ -90,11 +89,11 @@ class StepSamples:
     """The samples of one rank's steps; rank 0 also has the `writer` and takes those of evaluations."""
 
     def __init__(
-        self, settings: SamplesConfig, *, seed: int, ranks: Ranks, reader: TrajectoryReader,
-        writer: SampleWriter | None = None, steps_per_batch: int = 1,
+        self, settings: SamplesConfig, *, seed: int, ranks: Ranks, writer: SampleWriter | None = None,
+        steps_per_batch: int = 1,
     ) -> None:
         self._steps_per_batch = steps_per_batch  # optimizer steps, which versions count, of one step
-        self._settings, self._seed, self._ranks, self._reader = settings, seed, ranks, reader
+        self._settings, self._seed, self._ranks = settings, seed, ranks
         self._writer = writer
         self._chosen: dict[int, Trajectory] = {}
         self._passed_over: tuple[KeptGroup, ...] = ()
@@ -147,7 +146,7 @@ class StepSamples:
         """A member of each group that was passed over before this step."""
         members: dict[int, dict[int, tuple[Trajectory, str]]] = {}
         for kept in passed_over:  # a group may have come in parts, of several actors
-            for row in self._read([kept], "groups that are not trained on"):
+            for row in _unpacked([kept]):
                 members.setdefault(row.group_id, {})[row.index] = row, kept.fate
         chosen = [group[draw_member(sorted(group), group_id, self._seed)] for group_id, group in members.items()]
         return [draft(row, kind="train", step=step, version=version, fate=fate) for row, fate in chosen]
@@ -164,16 +163,8 @@ class StepSamples:
                 draft(
                     row, kind="eval", step=step, version=result.version, fate="eval", dataset=result.dataset
                 )
-                for row in self._read(result.kept, f"transcripts of the evaluation of version {result.version}")
+                for row in _unpacked(result.kept)
             ])
-
-    def _read(self, kept: Sequence[KeptGroup], what: str) -> list[Trajectory]:
-        try:
-            rows = self._reader.read([one.frame for one in kept], origins=[one.origin for one in kept], version=None)
-        except WireError as error:
-            log.warning("the %s cannot be read: %s", what, error)
-            return []
-        return rows
 
     def take(self) -> list[Sample]:
         """Samples written since the last call, on rank 0."""
@@ -185,9 +176,13 @@ class StepSamples:
             self._writer.close()
 
 
+def _unpacked(kept: Sequence[KeptGroup]) -> list[Trajectory]:
+    return read_groups([one.frame for one in kept], [one.origin for one in kept])
+
+
 def open_samples(
-    settings: SamplesConfig, run_dir: Path, model_dir: Path, *, seed: int, ranks: Ranks, reader: TrajectoryReader,
-    resume_step: int, steps_per_batch: int = 1, expected: Callable[[Sample], str] = lambda _: "",
+    settings: SamplesConfig, run_dir: Path, model_dir: Path, *, seed: int, ranks: Ranks, resume_step: int,
+    steps_per_batch: int = 1, expected: Callable[[Sample], str] = lambda _: "",
 ) -> StepSamples:
     """Samples of this rank; rank 0 opens the file, and asks `expected` for the right answer of each."""
     writer = None
@@ -196,6 +191,4 @@ def open_samples(
         writer = SampleWriter(
             file, model_dir, num_detailed_tokens=settings.num_detailed_tokens, expected=expected
         )
-    return StepSamples(
-        settings, seed=seed, ranks=ranks, reader=reader, writer=writer, steps_per_batch=steps_per_batch
-    )
+    return StepSamples(settings, seed=seed, ranks=ranks, writer=writer, steps_per_batch=steps_per_batch)

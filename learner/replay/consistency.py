@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from learner.data.trajectories import TrajectoryReader
+from learner.data.trajectories import check_groups, read_groups
 from streamrl.config.load import from_plain, run_settings, to_plain
 from streamrl.config.rules import steps_per_batch
 from streamrl.config.settings_file import leaves
 from streamrl.errors import WireError
-from streamrl.messages import GroupOrigin, PlanRow
+from streamrl.messages import PlanRow
 from streamrl.metrics.files import read_lines, read_object
 from streamrl.stream.history import History, LoggedBatch
 from streamrl.stream.records import Evaluated, StepTaken
@@ -66,10 +66,10 @@ def compare_records(run_dir: Path) -> Compared:
         root = root_of(manifest.layout_digest, manifest.ref, manifest.digest_kind, manifest.digests)
         found.expect(f"version {version}", "its root digest", manifest.root.hex()[:8], root.hex()[:8])
         found.num_versions += 1
-    rows, steps, reader = metrics_rows(run_dir), steps_per_batch(config), TrajectoryReader()
+    rows, steps = metrics_rows(run_dir), steps_per_batch(config)
     for batch in history.batches:
         if batch.trained:
-            _batch(found, history, batch, reader)
+            _batch(found, history, batch)
     _versions(found, history, steps)
     _rows(found, rows, history, steps)
     _evaluations(found, run_dir)
@@ -94,13 +94,14 @@ def _settings(found: Compared, run_dir: Path, history: History, settings: Mappin
         found.expect("summary.json", "run_id", summary.get("run_id"), last.run_id)
 
 
-def _batch(found: Compared, history: History, batch: LoggedBatch, reader: TrajectoryReader) -> None:
+def _batch(found: Compared, history: History, batch: LoggedBatch) -> None:
     """The plan of a batch against the frames that it was made from."""
     cut, where = batch.cut, f"the batch for version {batch.cut.version}"
     arrivals = history.arrivals(batch)
-    origins = [GroupOrigin(one.actor_id, one.prompt_index) for one in arrivals]
+    frames = [one.frame for one in arrivals]
     try:
-        read = reader.read([one.frame for one in arrivals], version=cut.version, origins=origins)
+        check_groups(frames, version=cut.version)
+        read = read_groups(frames)
     except WireError as error:
         found.disagreements.append(f"{where}: {error}")
         return

@@ -16,7 +16,6 @@ import torch
 from envs.registry import task_of
 from learner.checkpoint.checkpoint import Checkpoint, ResumeState, checkpoint_at, write_checkpoint
 from learner.control.staleness import StalenessControl
-from learner.data.trajectories import TrajectoryReader
 from learner.loop.retrain import Retrained, retrain
 from learner.loop.steering import Steering
 from learner.model.adapter.lora import AdapterOf
@@ -87,9 +86,8 @@ class OpenedRun:
         """
         history = replace(self.history, batches=self.batches(upto=upto))
         source = LogSource(
-            history, TrajectoryReader(vocab_size=self.vocab_size), self.ranks,
-            max_tokens=self.trainer.settings.max_tokens, check_rewards=self.trainer.objective.reward_rules.check,
-            without=without,
+            history, self.ranks, vocab_size=self.vocab_size, max_tokens=self.trainer.settings.max_tokens,
+            check_rewards=self.trainer.objective.reward_rules.check, without=without,
         )
         steering = Steering(self.staleness, self.ranks, self.trainer.clock)
         with closing(self._digests()) as digests:

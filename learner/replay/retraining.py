@@ -11,7 +11,7 @@ from typing import Any
 from envs.registry import task_of
 from learner.audit.audit import Audit
 from learner.checkpoint.checkpoint import checkpoint_at
-from learner.data.trajectories import Trajectory, TrajectoryReader
+from learner.data.trajectories import Trajectory, check_groups, read_groups
 from learner.hub.trust.actor_trust import DRAWS_BY_SEED, MAX_OTHER_DRAWS
 from learner.loop.retrain import Retrained
 from learner.objective.statistics import Agreements
@@ -112,14 +112,13 @@ class Retraining:
         found: dict[int, list[list[Trajectory]]] = {}
         run = self._at(self._history.batches[0].cut.version)
         steps = run.trainer.settings.steps_per_batch
-        reader, first = TrajectoryReader(vocab_size=run.vocab_size), run.version
+        first = run.version
         every = [
             (batch, one) for batch in self._history.batches if batch.trained for one in self._history.arrivals(batch)
         ]
         for batch, one in random.sample(every, len(every)):
-            rows = reader.read(
-                [one.frame], version=batch.cut.version, origins=[GroupOrigin(one.actor_id, one.prompt_index)]
-            )
+            check_groups([one.frame], version=batch.cut.version, vocab_size=run.vocab_size)
+            rows = read_groups([one.frame], [GroupOrigin(one.actor_id, one.prompt_index)])
             versions = {int(version) for row in rows for version in set(row.versions[row.mask].tolist())}
             version = min(versions, default=-1)
             if len(versions) == 1 and version >= first and (version - first) % steps == 0:

@@ -16,7 +16,6 @@ from learner.audit.audit import Audit
 from learner.checkpoint.run_lock import RunLock
 from learner.checkpoint.saving import Checkpoints, SaveRetries, Saving
 from learner.control.staleness import StalenessControl
-from learner.data.trajectories import TrajectoryReader
 from learner.hub.context.settings import HubSettings
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings, response_limit, stall_fail_s
@@ -96,10 +95,9 @@ def _build(config: Config, given: Inputs, run_dir: Path, stop: StopFlag, ranks: 
         shm = ShmPublisher(documents, given.past.run_id, config.publish.num_keep_versions, fallback=run_dir / "weights")
         undo.callback(shm.close)
     link = started.link(config.learner, ranks, stop, version=trainer.version, stall_fail_s=stall_fail_s(config))
-    reader = TrajectoryReader(vocab_size=given.vocab_size)
     samples = open_samples(
-        config.samples, run_dir, given.model_dir, seed=config.run.seed, ranks=ranks, reader=reader,
-        resume_step=trainer.step, steps_per_batch=trainer.settings.steps_per_batch,
+        config.samples, run_dir, given.model_dir, seed=config.run.seed, ranks=ranks, resume_step=trainer.step,
+        steps_per_batch=trainer.settings.steps_per_batch,
         expected=ExpectedAnswers(given.task, given.eval_sets),
     )
     audit = Audit(
@@ -116,9 +114,9 @@ def _build(config: Config, given: Inputs, run_dir: Path, stop: StopFlag, ranks: 
         hub_process=started.process, beats=started.beats, stop=stop, staleness=staleness, samples=samples,
         skipped=skipped, audit=audit, versions=versions, recorder=recorder, resources=ExitStack(),
         source=HubSource(
-            link, reader, ranks, trainer.clock, skipped, learner_epoch=given.learner_epoch,
-            max_tokens=trainer.settings.max_tokens, rules=trainer.objective.reward_rules,
-            bounds=lambda: staleness.bounds, seconds=lambda: run.steering.seconds,
+            link, ranks, trainer.clock, skipped, max_tokens=trainer.settings.max_tokens,
+            rules=trainer.objective.reward_rules, bounds=lambda: staleness.bounds,
+            seconds=lambda: run.steering.seconds,
         ),
         evaluations=Evaluations(
             given.eval_sets, link, samples, trainer.clock, recorder, every_steps=config.eval.every_steps

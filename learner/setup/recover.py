@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from learner.data.trajectories import TrajectoryReader
 from learner.hub.ledger.snapshots import read_snapshot
 from learner.loop.retrain import Retrained, retrain
 from learner.loop.steering import Steering
@@ -94,7 +93,7 @@ def recover(
     num = int(ranks.from_rank_zero(float(len(history.batches) if history is not None else 0)))
     log.info("training %d batches of the log again, from version %d on: nothing that was trained is lost", num, begin)
     source = LogSource(
-        history, TrajectoryReader(vocab_size=given.vocab_size), ranks, max_tokens=trainer.settings.max_tokens,
+        history, ranks, vocab_size=given.vocab_size, max_tokens=trainer.settings.max_tokens,
         check_rewards=trainer.objective.reward_rules.check,
     )
     last = _last_row(run_dir / "metrics.jsonl") if ranks.rank == 0 else {}

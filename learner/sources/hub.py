@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from learner.data.shares import read_share
-from learner.data.trajectories import TrajectoryReader
 from learner.hub_client.link import HubLink
 from learner.objective.rewards import RewardRules
 from learner.objective.statistics import TrainedBatch
@@ -27,12 +26,12 @@ class HubSource:
     """
 
     def __init__(
-        self, hub: HubLink, reader: TrajectoryReader, ranks: Ranks, clock: StepClock, skipped: SkippedSteps, *,
-        learner_epoch: int, max_tokens: int, rules: RewardRules | None = None,
+        self, hub: HubLink, ranks: Ranks, clock: StepClock, skipped: SkippedSteps, *, max_tokens: int,
+        rules: RewardRules | None = None,
         bounds: Callable[[], tuple[int, int] | None] = lambda: None, seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._hub, self._reader, self._ranks, self._clock = hub, reader, ranks, clock
-        self._learner_epoch, self._max_tokens, self._rules, self._bounds = learner_epoch, max_tokens, rules, bounds
+        self._hub, self._ranks, self._clock = hub, ranks, clock
+        self._max_tokens, self._rules, self._bounds = max_tokens, rules, bounds
         self._skipped, self._seconds = skipped, seconds
 
     def next_batch(self, version: int) -> Batch | None:
@@ -47,8 +46,7 @@ class HubSource:
                 return None
             with self._clock.timed("pack"):
                 rows, cause = read_share(
-                    self._reader, share, learner_epoch=self._learner_epoch, max_tokens=self._max_tokens,
-                    check_rewards=self._rules and self._rules.check,
+                    share, max_tokens=self._max_tokens, check_rewards=self._rules and self._rules.check
                 )
                 if not self._ranks.maximum(float(bool(cause))):
                     return Batch(rows, share.plan, share)

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from learner.data.shares import read_share
-from learner.data.trajectories import Trajectory, TrajectoryReader
+from learner.data.trajectories import Trajectory
 from learner.hub.ledger.plan import share_batch
 from learner.hub.ledger.tables.groups import HeldGroup, HeldMember
 from learner.objective.statistics import TrainedBatch
@@ -33,15 +33,16 @@ class LogSource:
 
     Args:
         history: of the run; None on ranks other than 0, to which that one sends every batch.
+        vocab_size: of the policy; token ids beyond are refused.
         max_tokens: of one micro-batch.
         without: groups that are left out of their batches.
     """
 
     def __init__(
-        self, history: History | None, reader: TrajectoryReader, ranks: Ranks, *, max_tokens: int,
+        self, history: History | None, ranks: Ranks, *, vocab_size: int, max_tokens: int,
         check_rewards: Callable[[Sequence[Trajectory]], None] | None = None, without: frozenset[int] = frozenset(),
     ) -> None:
-        self._reader, self._ranks, self._max_tokens = reader, ranks, max_tokens
+        self._ranks, self._vocab_size, self._max_tokens = ranks, vocab_size, max_tokens
         self._check_rewards, self._without = check_rewards, without
         self._left = _trained(history) if history is not None else iter(())
         self.batch: Logged | None = None
@@ -64,7 +65,7 @@ class LogSource:
             raise LogError(f"{where} comes next, training is at {version}: the log lacks what lies between")
         share = self._share(logged)
         rows, cause = read_share(
-            self._reader, share, learner_epoch=None, max_tokens=self._max_tokens, check_rewards=self._check_rewards
+            share, vocab_size=self._vocab_size, max_tokens=self._max_tokens, check_rewards=self._check_rewards
         )
         if not self._ranks.maximum(float(bool(cause))):
             self.cause = ""

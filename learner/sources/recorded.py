@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from learner.data.trajectories import Trajectory, TrajectoryReader
+from learner.data.trajectories import Trajectory, check_groups, read_groups
 from learner.objective.statistics import TrainedBatch
 from learner.sources.batch import Batch
 from streamrl.errors import ContentError
@@ -24,7 +24,7 @@ class RecordedBatches:
         self, batches: Iterable[Sequence[bytes]], *, num_minibatches: int = 1, vocab_size: int | None = None
     ) -> None:
         self._batches: Iterator[Sequence[bytes]] = iter(batches)
-        self._num_minibatches, self._reader = num_minibatches, TrajectoryReader(vocab_size=vocab_size)
+        self._num_minibatches, self._vocab_size = num_minibatches, vocab_size
 
     def next_batch(self, version: int) -> Batch | None:
         """The next batch, None at the end.
@@ -35,7 +35,8 @@ class RecordedBatches:
         frames = next(self._batches, None)
         if frames is None:
             return None
-        rows = self._reader.read(frames, version=version)
+        check_groups(frames, version=version, vocab_size=self._vocab_size)
+        rows = read_groups(frames)
         return Batch(rows, plan_of(rows, version, num_minibatches=self._num_minibatches))
 
     def commit_batch(self, version: int, trained: TrainedBatch) -> None:

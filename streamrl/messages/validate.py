@@ -83,32 +83,6 @@ def unpack_sets(raw: bytes, num_tokens: int, where: str = "") -> tuple[np.ndarra
     return sizes, np.frombuffer(rest, dtype="<u2" if len(rest) == 2 * count else "<u4").astype(np.int64)
 
 
-def sets_of(group: Group, member: Member, vocab_size: int | None) -> tuple[np.ndarray, np.ndarray] | None:
-    """Sizes and ids of the sets of a member whose mask was checked, or None of the whole distribution.
-
-    Raises:
-        ContentError: a rule above is broken.
-    """
-    cut, where = is_truncated(group.sampling), f"group {group.group_id} member {member.index}"
-    if not member.sets:
-        if cut and member.mask and not group.group_id & EVAL_BIT:
-            raise ContentError("set_missing", f"{where} was drawn with {group.sampling}, and does not say of which ids")
-        return None
-    if not cut:
-        raise ContentError("set_missing", f"{where} names sets of ids and was drawn with {group.sampling}, from all")
-    tokens = np.frombuffer(member.token_ids, dtype="<i4")
-    drawn = np.concatenate([tokens[start:end] for start, end in member.mask])
-    sizes, ids = unpack_sets(member.sets, len(drawn), where)
-    owner = np.repeat(np.arange(len(sizes)), sizes)
-    if not sizes.all() or (vocab_size is not None and ids.max() >= vocab_size) or (
-        (np.diff(ids) <= 0) & (np.diff(owner) == 0)
-    ).any():
-        raise ContentError("set_ids", f"{where}: a set is empty, not ascending or not within {vocab_size} ids")
-    if (ids == drawn[owner]).sum() != len(drawn):
-        raise ContentError("set_token", f"{where}: a set does not hold the token that was drawn from it")
-    return sizes, ids
-
-
 MAX_LOGPROB = 1e-4
 """Rounding may lift the log of a probability of one a little above zero, never by more than this."""
 MAX_MAGNITUDE = 1e12
@@ -179,14 +153,14 @@ def _check_members(group: Group, members: Sequence[Member], limits: Limits) -> I
     places = _check_lengths(group, members, limits)
     _check_vocabulary(group, members, limits)
     lengths = [last - first for first, last in pairwise(places)]
-    num_actions = [check_mask(group, member, length) for member, length in zip(members, lengths, strict=True)]
+    num_actions = [_check_mask(group, member, length) for member, length in zip(members, lengths, strict=True)]
     _check_logprobs(group, members, limits, places)
     _check_counts(group, members, limits, num_actions)
     of_versions, num_tokens = [], []
     for member, length, wanted in zip(members, lengths, num_actions, strict=True):
-        of_versions.append(check_spans(group, member, length, wanted))
+        of_versions.append(_check_spans(group, member, length, wanted))
         if member.status != MemberStatus.ABORTED:
-            sets_of(group, member, limits.vocab_size)
+            _check_sets(group, member, limits.vocab_size)
         _check_rewards(group, member)
         num_later = _check_sequences(group, member, limits)
         num_prompt = len(member.prompt_ids or group.members[0].prompt_ids) // 4
@@ -195,16 +169,16 @@ def _check_members(group: Group, members: Sequence[Member], limits: Limits) -> I
     return map(_summary, members, num_tokens, num_actions, of_versions)
 
 
-def check_mask(group: Group, member: Member, num_tokens: int) -> int:
+def _check_mask(group: Group, member: Member, num_tokens: int) -> int:
     """Check the ranges of the mask of a member with so many tokens; returns how many of them are actions."""
     _check_ranges(member.mask, num_tokens, "mask", group, member)
     return sum([end - start for start, end in member.mask])
 
 
-def check_spans(group: Group, member: Member, num_tokens: int, num_actions: int) -> list[int]:
+def _check_spans(group: Group, member: Member, num_tokens: int, num_actions: int) -> list[int]:
     """Check that each action token has a version and a turn, and each sequence one; action tokens of each version span.
 
-    The hub and the learner's ranks both come here: what this passes can be laid over an array of the tokens.
+    Ranges that pass can be laid over an array of the tokens, as the learner's ranks do.
     """
     of_versions = _cover(group, member, member.versions, num_tokens, num_actions, "version")
     _cover(group, member, member.turns, num_tokens, num_actions, "turn")
@@ -215,6 +189,25 @@ def check_spans(group: Group, member: Member, num_tokens: int, num_actions: int)
                 f"{num_tokens} tokens, after those before it, and hold an action token",
             )
     return of_versions
+
+
+def _check_sets(group: Group, member: Member, vocab_size: int) -> None:
+    """Check the sets of a member whose mask was checked."""
+    cut, where = is_truncated(group.sampling), _where(group, member)
+    if not member.sets:
+        if cut and member.mask and not group.group_id & EVAL_BIT:
+            raise ContentError("set_missing", f"{where} was drawn with {group.sampling}, and does not say of which ids")
+        return
+    if not cut:
+        raise ContentError("set_missing", f"{where} names sets of ids and was drawn with {group.sampling}, from all")
+    tokens = np.frombuffer(member.token_ids, dtype="<i4")
+    drawn = np.concatenate([tokens[start:end] for start, end in member.mask])
+    sizes, ids = unpack_sets(member.sets, len(drawn), where)
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    if not sizes.all() or ids.max() >= vocab_size or ((np.diff(ids) <= 0) & (np.diff(owner) == 0)).any():
+        raise ContentError("set_ids", f"{where}: a set is empty, not ascending or not within {vocab_size} ids")
+    if (ids == drawn[owner]).sum() != len(drawn):
+        raise ContentError("set_token", f"{where}: a set does not hold the token that was drawn from it")
 
 
 def _summary(member: Member, num_tokens: int, num_actions: int, of_versions: Sequence[int]) -> MemberSummary:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from streamrl.metrics.files import append_lines, write_atomic
 from streamrl.processes import Child, is_stopped, process_state, processor_s
 from streamrl.run_dirs import choose_run_dir, note_start
 from streamrl.supervise.child import Supervised, log_tail
+from streamrl.transport.peers import raise_descriptor_limit
 
 pytestmark = pytest.mark.timeout(60)
 # Some ticks of the clock by which the kernel counts processor time.
@@ -114,6 +116,20 @@ def test_a_child_that_neither_reads_nor_writes_is_late_and_killed_with_its_group
     assert child.kill() == -signal.SIGKILL
     while any(process_state(pid) not in ("", "Z") for pid in pids):
         time.sleep(0.01)
+
+
+def test_a_child_answers_a_process_that_has_more_descriptors_open_than_select_takes():
+    raise_descriptor_limit()
+    with ExitStack() as opened:
+        while opened.enter_context(open(os.devnull, "rb")).fileno() < 1030:
+            pass
+        child = Child([sys.executable, "-c", "print(input())"], answers=True)
+        opened.callback(child.kill)
+        deadline = time.monotonic() + 30
+
+        child.send(b"seven\n", deadline)
+
+        assert child.process.stdin.fileno() > 1023 and child.receive_line(deadline) == b"seven"
 
 
 def test_a_log_of_a_child_is_for_its_owner_whatever_the_umask_is(tmp_path):

@@ -9,12 +9,12 @@ from collections import Counter
 import pytest
 
 from actors.rollout import sendable
-from learner.data.trajectories import TrajectoryReader
+from learner.data.trajectories import read_groups
 from learner.hub.ledger.proof import FRAMES_EVERY, LagProof
 from streamrl.messages import BatchShare, Group, Installed, InstallSource, Leases, Manifest, Welcome, codec
 from streamrl.transport.client import HubClient
 from streamrl.transport.session import ActorSession, Progress
-from tests.unit.config.setting_harness import VOCAB_SIZE, LiveHub, config_of
+from tests.unit.config.setting_harness import LiveHub, config_of
 from tests.unit.hub.factories import FakeActor
 
 GROUPS_PER_BATCH = 2
@@ -68,7 +68,7 @@ def test_a_group_is_encoded_once_and_decoded_twice(tmp_path, model_dir, monkeypa
     monkeypatch.setattr(codec, "_ENCODER", CountingEncoder(encoded))
     monkeypatch.setattr(codec.Decoder, "decode", counted)
     monkeypatch.setattr(LagProof, "frames_every", FRAMES_EVERY)
-    reader, trained = TrajectoryReader(vocab_size=VOCAB_SIZE), []
+    trained = []
     with LiveHub(tmp_path, config_of("rollout.num_responses_per_prompt=4")) as hub:
         manifest = hub.publish(0, model_dir)
         leased, over = Counter[int](), threading.Event()
@@ -78,7 +78,7 @@ def test_a_group_is_encoded_once_and_decoded_twice(tmp_path, model_dir, monkeypa
             for version in range(2):
                 share = hub.link.next_batch(version)
                 assert isinstance(share, BatchShare)
-                trained.append({row.group_id for row in reader.read(share.groups, version=version)})
+                trained.append({row.group_id for row in read_groups(share.groups)})
                 hub.link.trained(version + 1, skipped=False)
         finally:
             over.set()

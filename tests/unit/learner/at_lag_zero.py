@@ -14,7 +14,7 @@ from actors.render import Renderer
 from actors.rollout import run_group
 from actors.settings import episode_rules
 from learner.data.packing import pack
-from learner.data.trajectories import TrajectoryReader
+from learner.data.trajectories import check_groups, read_groups
 from learner.hub_client.settings import train_sampling
 from learner.model.policy import load_policy
 from streamrl.config.load import load_config
@@ -45,7 +45,9 @@ async def generated(engine: Engine, tokenizer: Any, *words: str) -> list[Group]:
 def assert_ratios_are_1(groups: list[Group], model_dir: Path, vocab_size: int) -> None:
     """The learner gives every token, and every whole answer, the recorded probability to 1e-3."""
     version = groups[-1].members[-1].versions[-1].version
-    rows = TrajectoryReader(vocab_size=vocab_size).read(list(map(encode, groups)), version=version)
+    frames = list(map(encode, groups))
+    check_groups(frames, version=version, vocab_size=vocab_size)
+    rows = read_groups(frames)
     assert len(rows) == 4 and any(row.num_turns == 2 for row in rows)
     policy = load_policy(model_dir)
     for micro in pack(rows, 256):

@@ -16,7 +16,7 @@ from actors.render import Renderer
 from actors.rollout import run_group
 from actors.settings import episode_rules
 from learner.audit.audit import Audit
-from learner.data.trajectories import TrajectoryReader
+from learner.data.trajectories import read_groups
 from learner.model.policy import load_policy
 from learner.objective.statistics import Agreements
 from learner.ranks.mesh import Ranks
@@ -26,7 +26,7 @@ from streamrl.messages import GroupOrigin, Sampling
 from streamrl.messages.codec import encode
 from streamrl.messages.seeding import draw_gaps, member_seed, uniforms
 from tests.unit.actors.fakes import lease
-from tests.unit.engines.tiny_models import VOCAB, character_tokenizer, engine_for, qwen3
+from tests.unit.engines.tiny_models import character_tokenizer, engine_for, qwen3
 from tests.unit.learner.test_ratio_at_lag_zero import two_turns
 
 pytestmark = pytest.mark.timeout(60)
@@ -64,7 +64,7 @@ def sampled(tmp_path_factory):
 
 def rows_of(groups):
     origins = [GroupOrigin("a", number) for number in range(len(groups))]
-    return TrajectoryReader(vocab_size=VOCAB).read(list(map(encode, groups)), version=VERSION, origins=origins)
+    return read_groups(list(map(encode, groups)), origins)
 
 
 @torch.no_grad()

@@ -10,14 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner.data.packing import pack
-from learner.data.trajectories import Trajectory, TrajectoryReader
+from learner.data.trajectories import Trajectory, read_groups
 from learner.model.critic import build_critic
 from learner.model.policy import load_policy
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import reward_to_go
 from streamrl.config.schema import AdvantageConfig, CriticConfig, LossConfig
-from streamrl.errors import ContentError
 from streamrl.messages import SequenceStart
 from streamrl.messages.codec import pack_ids
 from tests.unit.learner.learner_factories import VOCAB, batch, plan_of
@@ -74,30 +73,11 @@ def by_the_book(model, row: Trajectory) -> torch.Tensor:
 
 
 def test_sequences_of_a_frame_become_pieces_with_their_own_prompts():
-    (row,) = TrajectoryReader().read(
-        [frame(member(sequences=(SequenceStart(3, pack_ids([20, 21])),)))], version=9, learner_epoch=2
-    )
+    (row,) = read_groups([frame(member(sequences=(SequenceStart(3, pack_ids([20, 21])),)))])
 
     found = [(one.prompt_ids.tolist(), one.start, one.end) for one in row.pieces]
     assert found == [([1, 2, 3], 0, 3), ([20, 21], 3, 7)]
     assert (row.num_tokens, row.num_action_tokens) == (3 + 2 + 7, 5)
-
-
-@pytest.mark.parametrize(
-    ("start", "prompt", "complaint"),
-    [(7, [1], "tokens 7..7 must"), (4, [], "a sequence has no prompt"), (0, [1], "tokens 0..0 must")],
-)
-def test_sequences_that_would_be_trained_wrongly_are_refused_once_more(start, prompt, complaint):
-    with pytest.raises(ContentError, match=complaint):
-        TrajectoryReader().read(
-            [frame(member(sequences=(SequenceStart(start, pack_ids(prompt)),)))], version=9, learner_epoch=2
-        )
-
-
-def test_a_sequence_without_an_action_is_refused_once_more():
-    silent = member(sequences=(SequenceStart(3, pack_ids([1])), SequenceStart(5, pack_ids([1]))))
-    with pytest.raises(ContentError, match=r"tokens 3..5 must .* hold an action token"):
-        TrajectoryReader().read([frame(silent)], version=9, learner_epoch=2)
 
 
 def test_each_sequence_is_packed_with_positions_and_attention_of_its_own():

@@ -12,7 +12,6 @@ import pytest
 
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.checkpoint.saving import Checkpoints, SaveRetries
-from learner.data.trajectories import TrajectoryReader
 from learner.model.gradients import BatchResult, StepResult
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
@@ -69,8 +68,7 @@ def source_of(tmp_path, hub: FakeHub, *words: str) -> HubSource:
         ObjectivesConfig(combine="weighted_sum", components={"score": 1.0}), OverlongConfig(), max_tokens=16
     )
     return HubSource(
-        hub, TrajectoryReader(vocab_size=100), Ranks(), StepClock(Activity()),
-        SkippedSteps(tmp_path, limit=learner.num_max_skipped_steps), learner_epoch=1,
+        hub, Ranks(), StepClock(Activity()), SkippedSteps(tmp_path, limit=learner.num_max_skipped_steps),
         max_tokens=learner.max_tokens_per_device, rules=rules,
     )
 

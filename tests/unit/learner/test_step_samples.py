@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from learner.data.packing import pack
-from learner.data.trajectories import TrajectoryReader
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
 from learner.record.sample_selection import draft, draw_groups, draw_member, draw_prompts, token_texts
@@ -54,7 +53,7 @@ def keep_steps(
 ) -> list[Sample]:
     """What a learner of one process keeps of these steps; its policy gives each token the log-prob -2."""
     samples = open_samples(
-        SamplesConfig(**settings), run_dir, model_dir, seed=1, ranks=Ranks(), reader=TrajectoryReader(), resume_step=0
+        SamplesConfig(**settings), run_dir, model_dir, seed=1, ranks=Ranks(), resume_step=0
     )
     for step, rows in enumerate(rows_of_steps, start=VERSION + 1):
         plan = plan_of(rows)
@@ -166,22 +165,13 @@ def test_groups_that_are_not_trained_on_are_drawn_like_the_others(tmp_path, mode
 
 def test_dropped_groups_are_kept_before_a_first_batch_came(tmp_path, model_dir):
     dropped = [KeptGroup(frame(member(0), member(1), group_id=one), GroupOrigin("a1", 3), "zero_std") for one in (1, 2)]
-    samples = open_samples(
-        SamplesConfig(), tmp_path, model_dir, seed=1, ranks=Ranks(), reader=TrajectoryReader(), resume_step=0
-    )
+    samples = open_samples(SamplesConfig(), tmp_path, model_dir, seed=1, ranks=Ranks(), resume_step=0)
 
     samples.dropped(dropped, 0)
     samples.close()
 
     found = [(one.group, one.fate, one.step) for one in read_samples(tmp_path)]
     assert found == [(1, "zero_std", 1), (2, "zero_std", 1)]
-
-
-def test_a_transcript_that_cannot_be_read_is_left_out_and_said(tmp_path, model_dir, caplog):
-    kept = KeptGroup(b"nonsense" * 4, GroupOrigin("a1", 3))
-
-    assert keep_steps(tmp_path, model_dir, result=EvalResult(7, 7, 1, 0.0, 0.0, 0.0, 0.0, kept=(kept,))) == []
-    assert "transcripts of the evaluation of version 7 cannot be read" in caplog.text
 
 
 def test_a_model_without_a_tokenizer_costs_the_samples_and_not_the_run(tmp_path, caplog):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from learner.data.trajectories import TrajectoryReader
-from streamrl.errors import ContentError, DigestError
-from streamrl.messages import Bye, Group, Member, Outcome, Sampling, Span, Turn
+from learner.data.trajectories import Trajectory, check_groups, read_groups
+from streamrl.errors import ContentError, DigestError, KindError
+from streamrl.messages import Bye, Group, Limits, Member, MemberStatus, Outcome, Sampling, SequenceStart, Span, Turn
 from streamrl.messages.codec import encode, pack_ids, pack_logprobs
+from streamrl.messages.validate import check_group, pack_sets
+from tests.unit.hub.factories import STEADY
 
 
 def member(index=0, **changes) -> Member:
@@ -29,8 +36,8 @@ def frame(*members: Member, group_id: int = 3, temperature: float = 0.8) -> byte
     )))
 
 
-def read(*frames: bytes, version: int = 9, **options):
-    return TrajectoryReader(**options).read(frames, version=version, learner_epoch=2)
+def read(*frames: bytes) -> list[Trajectory]:
+    return read_groups(frames)
 
 
 def test_every_field_of_a_member_arrives_at_its_token():
@@ -76,29 +83,25 @@ def test_a_member_without_actions_has_no_reward_to_place():
     ("change", "check"),
     [
         ({"versions": ((1, 6, 0, 2), (2, 7, 2, 6))}, "version_cover"),  # the last action token has no version
-        ({"versions": ((1, 6, 0, 3), (2, 7, 2, 7))}, "version_ranges"),  # two versions claim one token
         ({"versions": ((1, 6, 0, 2), (2, 10, 2, 7))}, "version"),  # from the future
-        ({"versions": ((1, 6, 0, 2), (3, 7, 2, 7))}, "version"),  # from a later learner
-        ({"mask": ((0, 3), (5, 8))}, "mask_ranges"),
-        ({"logprobs": pack_logprobs([-1.0] * 6)}, "length"),
-        ({"logprobs": pack_logprobs([float("nan")] * 7)}, "finite"),
-        ({"token_ids": pack_ids([4, 5, 6, 7, 8, 9, 99])}, "vocabulary"),
-        ({"prompt_ids": b"abc"}, "length"),
+        ({"token_ids": pack_ids([4, 5, 6, 7, 8, 9, 99])}, "token_vocabulary"),
+        ({"prompt_ids": b""}, "prompt_missing"),
     ],
 )
-def test_what_training_would_silently_get_wrong_is_refused_by_name(change, check):
-    with pytest.raises(ContentError) as caught:
-        read(frame(member(**change)), vocab_size=50)
+def test_what_comes_past_a_hub_is_checked_by_the_same_rules(change, check):
+    sound, broken = frame(member(), group_id=1), frame(member(**change), group_id=2)
+    check_groups([sound], version=9, vocab_size=50)
+
+    with pytest.raises(ContentError, match="group 2 member 0") as caught:
+        check_groups([sound, broken], version=9, vocab_size=50)
     assert caught.value.check == check
 
 
-def test_a_trajectory_that_comes_twice_or_has_no_prompt_or_no_temperature_is_refused():
+def test_a_trajectory_that_comes_twice_or_has_no_temperature_is_refused():
     with pytest.raises(ContentError, match="twice"):
-        read(frame(member()), frame(member()))
-    with pytest.raises(ContentError, match="no prompt"):
-        read(frame(member(prompt_ids=b"")))
+        check_groups([frame(member()), frame(member())], version=9)
     with pytest.raises(ContentError, match="temperature 0.0"):
-        read(frame(member(), temperature=0.0))
+        check_groups([frame(member(), temperature=0.0)], version=9)
 
 
 def test_a_damaged_frame_and_a_frame_of_another_kind_are_refused():
@@ -106,7 +109,7 @@ def test_a_damaged_frame_and_a_frame_of_another_kind_are_refused():
     broken[-1] ^= 1
     with pytest.raises(DigestError):
         read(bytes(broken))
-    with pytest.raises(ContentError, match="GROUP"):
+    with pytest.raises(KindError, match="GROUP|Group"):
         read(bytes(encode(Bye(last_seq=0, note=""))))
 
 
@@ -129,9 +132,80 @@ def test_trajectories_are_read_the_same_alone_and_among_others():
         assert (row.reward, row.temperature, row.num_tokens) == (same.reward, same.temperature, same.num_tokens)
 
 
-def test_the_trajectory_that_is_impossible_is_named_among_sound_ones():
-    with pytest.raises(ContentError, match="group 2 member 1") as caught:
-        read(frame(member(0), group_id=1), frame(member(1, versions=(Span(1, 6, 0, 3),)), group_id=2), frame(member(2)))
-    assert caught.value.check == "version_cover"
-    with pytest.raises(ContentError, match="the first is token 2's"):
-        read(frame(member(0)), frame(member(1, logprobs=pack_logprobs([-1, -2, float("nan"), 0, 0, -4, -5]))))
+def some_ranges(data: st.DataObject, num_tokens: int) -> list[tuple[int, int]]:
+    """Cells that cover the tokens, and now and then one end that is off."""
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, max(1, num_tokens - 1)), max_size=3))), num_tokens]
+    if data.draw(st.integers(0, 9)) == 9:
+        cuts[data.draw(st.integers(0, len(cuts) - 1))] = data.draw(st.integers(-1, num_tokens + 1))
+    return list(pairwise(cuts))
+
+
+def some_member(data: st.DataObject, index: int, sampling: Sampling) -> Member:
+    """A member that is sound, or nearly: each of its parts is drawn alone."""
+    ids = data.draw(st.lists(st.integers(0, 50 if data.draw(st.integers(0, 20)) == 20 else 49), min_size=1, max_size=9))
+    num = len(ids)
+    mask = [one for one in some_ranges(data, num) if data.draw(st.integers(0, 3))]
+    acting = [any(start <= place < end for start, end in mask) for place in range(num)]
+    logprobs = [-float(1 + place) if acts else 0.0 for place, acts in enumerate(acting)]
+    starts = data.draw(st.sets(st.integers(1, num), max_size=1))
+    prompts = st.lists(st.integers(0, 49), min_size=0 if index else 1, max_size=3).map(pack_ids)
+    sets = [np.unique([token, 11, 30]) for token, acts in zip(ids, acting, strict=True) if acts]
+    agents = ("a", *("b" for _ in starts)) if data.draw(st.booleans()) else ()
+    return Member(
+        index=index, status=data.draw(st.sampled_from(MemberStatus)), prompt_ids=data.draw(prompts),
+        token_ids=pack_ids(ids), logprobs=pack_logprobs(logprobs), mask=tuple(mask),
+        versions=tuple(Span(1, data.draw(st.integers(0, 9)), *one) for one in some_ranges(data, num)),
+        turns=tuple(Turn(*one, float(data.draw(st.integers(-2, 2)))) for one in some_ranges(data, num)),
+        reward=float(data.draw(st.integers(-3, 3))), scores={}, finish="stop", agents=agents,
+        sequences=tuple(SequenceStart(one, data.draw(prompts)) for one in sorted(starts)),
+        sets=pack_sets(sets) if sampling.top_k > 0 else b"",
+    )
+
+
+def assert_read_token_by_token(row: Trajectory, member: Member, first_prompt: bytes) -> None:
+    """Every array of the row is what the ranges say of each token, looked up one by one."""
+    ids, num = np.frombuffer(member.token_ids, "<i4").tolist(), len(member.token_ids) // 4
+    acting = [any(start <= place < end for start, end in member.mask) for place in range(num)]
+    version_at = {place: one.version for one in member.versions for place in range(one.start, one.end)}
+    turn_at = {place: number for number, one in enumerate(member.turns) for place in range(one.start, one.end)}
+    assert row.token_ids.tolist() == ids and row.mask.tolist() == acting
+    assert row.versions.tolist() == [version_at[place] if acts else -1 for place, acts in enumerate(acting)]
+    assert row.turns.tolist() == [turn_at[place] if acts else 0 for place, acts in enumerate(acting)]
+    assert all(logprob == 0.0 for logprob, acts in zip(row.logprobs, acting, strict=True) if not acts)
+    assert row.rewards.sum() == row.reward == member.reward and not row.rewards[~row.mask].any()
+    assert pack_ids(row.prompt_ids) == (member.prompt_ids or first_prompt)
+    assert [one.start for one in row.pieces] == [0, *(one.start for one in member.sequences)]
+    assert all(row.mask[one.start : one.end].any() and len(one.prompt_ids) for one in row.pieces)
+    assert len(row.agents) == (len(member.turns) if member.agents else 0)
+    if row.sets is not None:
+        sizes, kept = row.sets
+        ends = np.cumsum(sizes)
+        drawn = [token for token, acts in zip(ids, acting, strict=True) if acts]
+        assert all(t in kept[end - size : end] for t, size, end in zip(drawn, sizes, ends, strict=True))
+
+
+def test_a_group_that_the_check_passes_is_unpacked_as_its_ranges_say_token_by_token():
+    outcomes = Counter[str]()
+
+    @settings(parent=STEADY, max_examples=400)
+    @given(st.data())
+    def law(data: st.DataObject) -> None:
+        sampling = Sampling(top_k=4) if data.draw(st.booleans()) else Sampling()
+        members = tuple(some_member(data, index, sampling) for index in range(data.draw(st.integers(1, 3))))
+        group = Group(
+            incarnation=1, seq=1, group_id=3, attempt=0, outcome=Outcome.COMPLETE, reason=0, detail="",
+            sampling=sampling, members=members, stats={},
+        )
+        try:
+            check_group(group, Limits(vocab_size=50, max_sequences=2), range(3))
+        except ContentError as error:
+            outcomes[error.check] += 1
+            return
+        rows = read(bytes(encode(group)))
+        kept = [one for one in members if one.status != MemberStatus.ABORTED]
+        for row, one in zip(rows, kept, strict=True):
+            assert_read_token_by_token(row, one, members[0].prompt_ids)
+        outcomes["passed"] += bool(rows)
+
+    law()
+    assert outcomes["passed"] >= 50 and len(outcomes) >= 6, outcomes

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from learner.data.packing import pack
-from learner.data.trajectories import TrajectoryReader
+from learner.data.trajectories import read_groups
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.actor import MAX_LEASES
 from streamrl.messages import Group, Limits, Member, RejectReason, Sampling, SequenceStart, Turn
@@ -70,7 +70,7 @@ def test_the_longest_trajectory_that_is_accepted_can_be_packed_and_one_token_mor
     assert actor.send(with_members(actor.group(second), lambda one: change(one, room))).kind == "accepted"
 
     (held,) = held_groups(ledger)
-    rows = TrajectoryReader(vocab_size=LIMITS.vocab_size).read(held.frames, version=0)
+    rows = read_groups(held.frames)
     assert [row.num_tokens for row in rows] == [BUDGET, BUDGET] and len(pack(rows, BUDGET)) == 2
 
 

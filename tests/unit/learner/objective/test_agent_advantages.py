@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.data.trajectories import TrajectoryReader
+from learner.data.trajectories import read_groups
 from learner.objective.objective import Objective
 from learner.objective.plan import BatchPlan
 from learner.objective.regularizers import LossWeights, Regularizers
@@ -139,7 +139,7 @@ def test_agents_arrive_with_the_frames_of_an_actor():
     member = member_of(play(AgentLoop(agent), "x<end>", "x<end>", "7<end>", "8<end>")[0])
     group = Group(incarnation=1, seq=1, group_id=3, attempt=0, outcome=Outcome.COMPLETE, reason=ReturnReason.NONE,
                   detail="", sampling=Sampling(), members=(member,), stats={})
-    (row,) = TrajectoryReader().read([bytes(encode(group))], version=None)
+    (row,) = read_groups([bytes(encode(group))])
     assert row.agents == ("one", "one", "two", "two")
     assert row.rewards[row.rewards != 0].tolist() == [1.0, -0.5] and row.reward == 0.5
 
