@@ -69,6 +69,17 @@ def test_weights_are_their_rules(name, seed):
     assert torch.allclose(fast(rows), per_row(rows, rule), atol=1e-12)
 
 
+def test_the_ratio_of_a_row_is_clamped_like_that_of_a_token():
+    log_ratios, mask = torch.tensor([[15.0, 15.0], [-15.0, -15.0]]), torch.ones(2, 2, dtype=torch.bool)
+
+    weights = alg.seq_tis_weights(log_ratios.double(), mask, cap=1e12)
+
+    assert weights[:, 0].tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-12)
+    ones = torch.ones(2, 2, dtype=torch.float64)
+    losses = alg.seq_tis(-ones - log_ratios, -ones, ones, mask, cap=1e12).losses  # log pi = -1
+    assert losses[:, 0].tolist() == pytest.approx(weights[:, 0].tolist(), rel=1e-12)
+
+
 @pytest.mark.parametrize("name", KEEP_RULES)
 def test_masks_are_their_rules_and_both_outcomes_occur(name):
     fast, rule = KEEP_RULES[name]

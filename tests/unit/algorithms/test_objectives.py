@@ -118,11 +118,11 @@ def test_scores_are_no_losses():
 
 
 def test_crowding_distance():
-    cloud = torch.tensor([[0.0, 4.0], [1.0, 3.0], [3.0, 1.0], [4.0, 0.0]], dtype=torch.float64)
+    cloud = torch.tensor([[0.0, 8.0], [1.0, 7.0], [3.0, 5.0], [7.0, 1.0], [8.0, 0.0]], dtype=torch.float64)
 
     distance = alg.crowding_distance(cloud)
 
-    assert distance.tolist() == [float("inf"), 3 / 4 + 3 / 4, 3 / 4 + 3 / 4, float("inf")]
+    assert distance.tolist() == [float("inf"), 3 / 8 + 3 / 8, 6 / 8 + 6 / 8, 5 / 8 + 5 / 8, float("inf")]
     same = torch.ones(3, 2)
     assert alg.crowding_distance(same).tolist() == [0.0, 0.0, 0.0]
     assert alg.crowding_distance(torch.zeros(0, 2)).shape == (0,)

@@ -289,9 +289,9 @@ def test_19_loglinear_proximal_interpolates_by_lag():
     lags = torch.tensor([[0, 1, 2, 4, -3, 0]])
     mask[0, 5] = False
 
-    proximal = alg.loglinear_proximal(behavior, behavior + 1.0, lags, mask)
+    proximal = alg.loglinear_proximal(behavior, behavior + 2.0, lags, mask)
 
-    assert proximal.tolist() == [[-1.0, -1.0, -0.5, -0.25, -1.0, 0.0]]
+    assert proximal.tolist() == [[-1.0, -1.0, 0.0, 0.5, -1.0, 0.0]]
 
 
 @each("seed", SEEDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -80,10 +81,8 @@ def test_a_bad_record_is_refused_with_file_number_and_field(tmp_path, monkeypatc
     ],
 )
 def test_bad_settings_of_the_data_are_refused_by_name(tmp_path, monkeypatch, words, said):
-    with pytest.raises(StreamrlError) as caught:
+    with pytest.raises(StreamrlError, match=re.escape(said)):
         check_task(task_from(tmp_path, monkeypatch, *words, text=lines(GOOD)))
-
-    assert said in str(caught.value)
 
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
@@ -91,10 +90,8 @@ def test_bad_settings_of_the_data_are_refused_by_name(tmp_path, monkeypatch, wor
 @pytest.mark.parametrize("name", NUMBERED["REWARDS"].values(), ids=NUMBERED["REWARDS"])
 def test_a_bad_reward_is_refused_at_the_start_with_its_value(tmp_path, monkeypatch, name):
     text, said = REWARDS[name]
-    with pytest.raises(StreamrlError) as caught:
+    with pytest.raises(StreamrlError, match=re.escape(said)):
         check_task(task_from(tmp_path, monkeypatch, text=lines(GOOD), reward=text), limit_s=0.2)
-
-    assert said in str(caught.value)
 
 
 def test_an_option_that_the_reward_does_not_take_is_refused_with_those_that_it_takes(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import py_compile
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -64,20 +65,6 @@ def test_a_registered_name_takes_its_options():
     assert (task.operation, task.max_length) == ("sort", 4)
 
 
-def test_an_unknown_name_suggests_the_nearest_one():
-    with pytest.raises(TaskError, match=r"Did you mean string\.reverse"):
-        load_task("string.revers")
-
-
-@pytest.mark.parametrize(("name", "says"), [
-    ("openenv", "Did you mean openenv:http://HOST:PORT"), ("verifier", "Did you mean verifiers:ID"),
-    ("gsm8", "Did you mean gsm8k"), ("gemm", "Did you mean gem"),
-])
-def test_a_task_by_another_way_than_a_registered_name_is_suggested_too(name, says):
-    with pytest.raises(TaskError, match=f"{says}.* also gem, .*gsm8k.*openenv:.*verifiers:ID, reasoning_gym"):
-        load_task(name)
-
-
 @pytest.mark.parametrize(("name", "words"), [
     ("game.guess_number", "games.py"), ("game.maze", "games.py env.options.game=maze"),
     ("search.questions", "search_world.py"),
@@ -88,34 +75,39 @@ def test_a_task_that_is_an_example_says_how_it_is_given(name, words):
     assert load_task("", path=f"examples/tasks/{words.partition(' ')[0]}").num_records("test") > 0
 
 
-def test_an_unknown_option_is_refused_with_the_nearest_and_all_valid_ones():
-    with pytest.raises(TaskError, match=r"no option 'max_len'\. Did you mean max_length.*\? Valid options: alphabet, "):
-        load_task("string.reverse", options={"max_len": 5})
-
-
 def test_a_class_is_found_by_its_module_path():
     task = load_task("envs.tasks.strings:StringTask", options={"operation": "copy"})
 
     assert task.name == "string.copy"
 
 
+OTHER_WAYS = " also gem, .*gsm8k.*openenv:.*verifiers:ID, reasoning_gym"
+NO_TASK = "is a class without num_records and record and env, not a task"
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("string.revers", r"Did you mean string\.reverse"),
+        ("openenv", f"Did you mean openenv:http://HOST:PORT.*{OTHER_WAYS}"),
+        ("verifier", f"Did you mean verifiers:ID.*{OTHER_WAYS}"),
+        ("gsm8", f"Did you mean gsm8k.*{OTHER_WAYS}"),
+        ("gemm", f"Did you mean gem.*{OTHER_WAYS}"),
         ("no_such_package.tasks:Mine", "cannot import 'no_such_package'"),
         ("envs.tasks.strings:StringTusk", "has no 'StringTusk'. Did you mean StringTask"),
         ("envs.tasks.strings:ALPHABET", "is a str: name a class or a function"),
         ("envs.tasks.strings:partial_credit", "missing option answer, completion"),
-        ("types:SimpleNamespace", "is a class without num_records and record and env, not a task"),
-        ("envs.check:Step", "is a class without num_records and record and env, not a task"),
-        ("fractions:Fraction", "is a class without num_records and record and env, not a task"),
+        ("types:SimpleNamespace", NO_TASK), ("envs.check:Step", NO_TASK), ("fractions:Fraction", NO_TASK),
     ],
 )
-def test_a_bad_module_path_says_what_is_wrong(name, said):
-    with pytest.raises(TaskError) as caught:
+def test_a_name_without_a_task_says_what_is_wrong(name, said):
+    with pytest.raises(TaskError, match=said):
         load_task(name)
 
-    assert said in str(caught.value)
+
+def test_an_unknown_option_is_refused_with_the_nearest_and_all_valid_ones():
+    with pytest.raises(TaskError, match=r"no option 'max_len'\. Did you mean max_length.*\? Valid options: alphabet, "):
+        load_task("string.reverse", options={"max_len": 5})
 
 
 def test_two_functions_in_a_file_are_a_task(write):
@@ -178,10 +170,8 @@ def test_a_prompt_may_be_a_list_of_messages(record):
     ],
 )
 def test_a_prompt_of_another_type_is_refused_by_name(record, said):
-    with pytest.raises(TaskError) as caught:
+    with pytest.raises(TaskError, match=re.escape(said)):
         SingleTurnTask().messages(record)
-
-    assert said in str(caught.value)
 
 
 def test_the_path_wins_over_the_name_and_one_class_takes_the_options(write):
@@ -277,10 +267,8 @@ def test_a_file_may_import_the_file_next_to_it_and_hold_dataclasses(write):
     ],
 )
 def test_a_broken_file_is_explained_by_its_own_line(write, text, said):
-    with pytest.raises(TaskError) as caught:
+    with pytest.raises(TaskError, match=re.escape(said)):
         load_task("", path=write(text))
-
-    assert said in str(caught.value)
 
 
 def test_a_missing_file_and_a_file_that_is_not_python_are_named(write):

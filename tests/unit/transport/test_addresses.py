@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import tempfile
@@ -86,19 +85,16 @@ def test_a_hub_listens_at_an_address_of_ipv6_and_serves_weights_there(tmp_path):
 
 
 @pytest.mark.parametrize("advertise", [None, "::1", "[::1]"])
-def test_agents_are_served_at_an_address_of_ipv6(advertise):
+async def test_agents_are_served_at_an_address_of_ipv6(advertise):
     words = [] if advertise is None else [f"actors.endpoint.advertise={advertise!r}"]
 
-    async def work():
-        endpoint = make_endpoint(config_of("actors.endpoint.bind='[::1]:0'", *words))
-        async with endpoint.session(SimpleNamespace(full="", max_tokens=9)) as session:
-            assert session.base_url.startswith("http://[::1]:")
-            async with httpx.AsyncClient(headers={"x-api-key": session.api_key}) as asks:
-                told = await asks.get(f"{session.base_url}/models")
-                assert told.json()["data"][0]["max_model_len"] == 9
-        await endpoint.close()
-
-    asyncio.run(work())
+    endpoint = make_endpoint(config_of("actors.endpoint.bind='[::1]:0'", *words))
+    async with endpoint.session(SimpleNamespace(full="", max_tokens=9)) as session:
+        assert session.base_url.startswith("http://[::1]:")
+        async with httpx.AsyncClient(headers={"x-api-key": session.api_key}) as asks:
+            told = await asks.get(f"{session.base_url}/models")
+            assert told.json()["data"][0]["max_model_len"] == 9
+    await endpoint.close()
 
 
 def test_programs_are_verified_at_an_address_of_ipv6():
