@@ -23,6 +23,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     },
     "contract/test_failed_again.py": {
         "test_what_passes_alone_is_named_and_what_fails_again_fails": "pytest starts three times",
+        "test_a_file_that_cannot_be_read_takes_no_second_chance_from_others": "pytest starts twice",
     },
     "contract/test_site.py": dict.fromkeys((
         "test_the_site_builds_without_a_broken_link",

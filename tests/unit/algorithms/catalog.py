@@ -46,6 +46,7 @@ LOSSES: dict[str, Callable[[Rows], Any]] = {
     "ppo_clip capped": lambda r: alg.ppo_clip(*_s(r), ratio_cap=1.4),
     "decoupled_ppo": lambda r: alg.decoupled_ppo(r.behavior, r.proximal, r.policy, r.advantages, r.mask, cap=1.2),
     "tis": lambda r: alg.tis(*_s(r), cap=1.5, floor=0.6),
+    "tis low": lambda r: alg.tis(*_s(r), cap=0.8),
     "cispo": lambda r: alg.cispo(*_s(r)),
     "aipo": lambda r: alg.aipo(*_s(r)),
     "seq_tis": lambda r: alg.seq_tis(*_s(r)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -200,13 +201,16 @@ def test_a_policy_log_prob_of_minus_infinity_keeps_bounded_surrogates_finite():
         assert torch.isfinite(tensors(LOSSES[name](rows))[0]).all(), name
 
 
+TWELVE = random_rows(12)
+
+
 def _wrong_shape(rows, name):
     tensor = getattr(rows, name)
     return rows.change(**{name: tensor[..., :-1] if tensor.dim() == 2 else tensor[:-1]})
 
 
 def test_a_wrong_shape_raises_an_error_that_names_both():
-    rows = random_rows(12)
+    rows = TWELVE
 
     def law(call, field):
         if _uses(call, field):
@@ -220,10 +224,11 @@ def test_a_wrong_shape_raises_an_error_that_names_both():
     assert unread == {"broadcast_rows", "place_terminal"}
 
 
+@cache
 def _uses(call, field):
     """Whether a call reads a field: it fails when the field is None."""
     try:
-        call(random_rows(12).change(**{field: None}))
+        call(TWELVE.change(**{field: None}))
     except (AttributeError, TypeError, ValueError):
         return True
     return False

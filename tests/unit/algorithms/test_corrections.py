@@ -33,6 +33,10 @@ WEIGHT_RULES = {
         lambda r: alg.tis_weights(r.log_ratios, r.mask, cap=1.5, floor=0.5),
         lambda log_ratios: [min(max(math.exp(x), 0.5), 1.5) for x in log_ratios],
     ),
+    "tis low": (
+        lambda r: alg.tis_weights(r.log_ratios, r.mask, cap=0.8),
+        lambda log_ratios: [min(math.exp(x), 0.8) for x in log_ratios],
+    ),
     "seq_tis": (
         lambda r: alg.seq_tis_weights(r.log_ratios, r.mask, cap=1.5),
         lambda log_ratios: [min(s(log_ratios), 1.5)] * len(log_ratios),

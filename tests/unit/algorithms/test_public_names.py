@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import math
 import re
 from pathlib import Path
 
@@ -35,6 +37,35 @@ def test_the_promised_names_are_importable_and_listed_once():
     assert set(PROMISED) <= set(PUBLIC_NAMES)
     assert len(PUBLIC_NAMES) == len(set(PUBLIC_NAMES))
     assert [name for name in PUBLIC_NAMES if not hasattr(alg, name)] == []
+
+
+DEFAULTS = {
+    "gae": {"gamma": 1.0, "lam": 1.0}, "td_lambda": {"gamma": 1.0, "lam": 1.0},
+    "vtrace": {"gamma": 1.0, "lam": 1.0, "rho_bar": 1.0, "c_bar": 1.0, "trace_temperature": 1.0, "leak": 1.0},
+    "retrace_v": {"gamma": 1.0, "lam": 1.0}, "retrace_q": {"gamma": 1.0, "lam": 1.0},
+    "vtrace_critic_free": {"lam": 1.0, "rho_bar": 1.0, "c_bar": 1.0}, "reward_to_go": {"gamma": 1.0},
+    "trace_length": {"lam": 1.0, "c_bar": 1.0, "trace_temperature": 1.0}, "reinforce_pp_advantages": {"gamma": 1.0},
+    "grpo_advantages": {"eps": 1e-6}, "tis_weights": {"cap": 2.0, "floor": 0.0}, "seq_tis_weights": {"cap": 2.0},
+    "k3_keep": {"bound": 0.01}, "opsm_keep": {"delta": 0.5}, "ppo_clip": {"eps_low": 0.2, "eps_high": 0.2},
+    "decoupled_ppo": {"eps_low": 0.2, "eps_high": 0.2, "cap": 2.0}, "tis": {"cap": 2.0, "floor": 0.0},
+    "cispo": {"cap": 5.0, "floor": 0.0}, "dppo_tv": {"bound_low": 0.2, "bound_high": 0.2, "cap": 20.0},
+    "behavior_penalty": {"tau": 0.001}, "kl_linear": {"target": 0.01, "factor": 0.5, "low": 0.001, "high": 10.0},
+    "entropy_coef_update": {"step": 0.005, "low": 0.0, "high": 1.0},
+    "clip_high_update": {"step": 0.005, "low": 0.2, "high": 0.5}, "lagrangian_update": {"lr": 0.01, "high": math.inf},
+    "rho_bar_for_ess": {"ess_target": 0.5, "low": 1.0, "high": 10.0}, "step_goodput": {"num_steps": 20, "t_bound": 2.0},
+    "zscore_keep": {"z_bound": 2.5, "log_bound": 1.6094379},
+}
+"""Knobs that a call from Python may leave out; those of a run come from the settings."""
+
+
+def test_knobs_that_are_left_out_have_the_published_values():
+    found = {
+        name: {
+            knob: one.default for knob, one in inspect.signature(getattr(alg, name)).parameters.items()
+            if isinstance(one.default, float | int) and not isinstance(one.default, bool)
+        } for name in DEFAULTS
+    }
+    assert found == DEFAULTS
 
 
 def read_names(path: Path) -> set[str]:

@@ -130,6 +130,7 @@ TRANSCRIPTIONS = {
     "ppo_clip dual": clip(0.2, 0.28, 1.5),
     "ppo_clip capped": clip(0.2, 0.2, 1.4),
     "tis": capped(1.5, 0.6),
+    "tis low": capped(0.8),
     "cispo": capped(5.0),
     "aipo": capped(2.0),
     "seq_tis": weighted(lambda t, log_ratios, a: (min(whole(log_ratios), 2.0), whole(log_ratios) > 2.0)),

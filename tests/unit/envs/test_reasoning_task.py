@@ -12,6 +12,7 @@ import pytest
 from envs.check import check_task
 from envs.registry import load_task
 from envs.rewards.extract import last_answer_tag
+from envs.rewards.workers import WorkerPool
 from envs.tasks.reasoning import ReasoningTask, first_line, last_number, whole_text
 from streamrl.errors import TaskError
 
@@ -39,7 +40,8 @@ def test_datasets_pass_the_start_up_check_and_reward_their_own_answers_in_full(n
         assert task.reward(record, task.target(record)).score == pytest.approx(1.0)
 
 
-def test_an_actor_starts_and_ends_the_process_that_scores():
+def test_an_actor_starts_and_ends_the_process_that_scores(monkeypatch):
+    monkeypatch.setattr("envs.tasks.reasoning.WorkerPool", WorkerPool)  # not the one that these tests share
     task = load_task("reasoning_gym.chain_sum", options=SMALL_SUMS)
     before = set(psutil.Process().children(recursive=True))
     task.set_up()
