@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.rollout import returned
-from actors.weights.hold import VersionHold
+from actors.weights.updater import VersionPin
 from streamrl.messages import Group, Lease, LeaseRef, Limits, Purpose, ReturnReason, VersionRef
 
 log = logging.getLogger("streamrl.actor")
@@ -28,7 +28,7 @@ class RunningLeases:
     def __init__(self, send: Callable[[Group], None], clock: Callable[[], float]) -> None:
         self._send, self._clock = send, clock
         self._running: dict[LeaseRef, RunningLease] = {}
-        self.hold = VersionHold()
+        self.pin = VersionPin()
 
     @property
     def held(self) -> tuple[LeaseRef, ...]:
@@ -47,7 +47,7 @@ class RunningLeases:
 
     def add(self, lease: Lease, task: asyncio.Task[None], since: VersionRef) -> None:
         self._running[lease.ref] = RunningLease(lease, task, since, self._clock())
-        self.hold.begin(lease)
+        self.pin.begin(lease)
 
     def moved(self, lease: Lease) -> None:
         if (running := self._running.get(lease.ref)) is not None:
@@ -55,12 +55,12 @@ class RunningLeases:
 
     def finish(self, lease: Lease) -> None:
         self._running.pop(lease.ref, None)
-        self.hold.end(lease.ref)
+        self.pin.end(lease.ref)
 
     def cancel(self, ref: LeaseRef) -> None:
         if (running := self._running.pop(ref, None)) is not None:
             running.task.cancel()
-            self.hold.end(ref)
+            self.pin.end(ref)
 
     def hand_back(
         self, reason: ReturnReason, detail: str, which: Callable[[RunningLease], bool] = lambda running: True

@@ -60,8 +60,7 @@ from streamrl.named_code import check_allowed, refuse_references
 from streamrl.transport.keys import ActorKey
 from streamrl.weights.assets import unpack_assets
 from streamrl.weights.pull.host_cache import HostShare
-from streamrl.weights.source import WeightSource
-from streamrl.weights.transport import device_transports
+from streamrl.weights.transport import WeightSource, device_transports
 
 log = logging.getLogger("streamrl.actor")
 

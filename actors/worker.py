@@ -206,14 +206,14 @@ class Worker:
         if self._install_waits:
             return
         self._install_waits = True
-        await self._leases.hold.released()  # nothing is fetched meanwhile: what came first would be retired by then
+        await self._leases.pin.released()  # nothing is fetched meanwhile: what came first would be retired by then
         self._install_waits = False
         runtime, welcome, newest = self._runtime, self._welcome, self._newest
         if runtime is None or welcome is None or welcome.layout is None or newest is None:
             return
         if self._updater is None:
             self._updater = WeightUpdater(runtime.installer, report=self._report, broken=self._fail)
-            runtime.installer.may_load = self._leases.hold.released
+            runtime.installer.may_load = self._leases.pin.released
             self._spawn(self._updater.watch())
         await self._updater.install(*newest, welcome.layout, welcome.base)
 

@@ -131,7 +131,7 @@ def ceilings(args: argparse.Namespace, floors: Floors) -> list[dict]:
 
 
 def fold(args: argparse.Namespace, floors: Floors) -> list[dict]:
-    from streamrl.weights.gpu.fold128 import fold128
+    from streamrl.weights.gpu.device_document import fold128
     from tests.unit.weights.fold_reference import fold128_numpy
 
     data = torch.randint(0, 256, (floors.nbytes,), dtype=torch.uint8, device=DEVICE)

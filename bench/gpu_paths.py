@@ -23,13 +23,12 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, Offer, Sampling, VersionRef
 from streamrl.weights.document import Document
 from streamrl.weights.gpu.broadcast import Broadcaster
-from streamrl.weights.gpu.communicator import GuardedCommunicator, Threads
 from streamrl.weights.gpu.cuda_memory import CudaMemory, wait_for_device
-from streamrl.weights.gpu.device_document import HostBuckets
-from streamrl.weights.gpu.fold128 import DocumentFold
+from streamrl.weights.gpu.device_document import DocumentFold, HostBuckets
 from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver, IpcBufferServer
-from streamrl.weights.gpu.nccl import CupyNccl
+from streamrl.weights.gpu.nccl import CupyNccl, GuardedCommunicator, Threads
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_digest, bucket_ranges, make_layout, make_manifest
+from streamrl.weights.transport import receive
 from tests.fakes.communicator import FakeLibrary
 from tests.fakes.device_memory import FakeDeviceMemory
 
@@ -129,11 +128,12 @@ def read_forever() -> None:
     reader = IpcBufferReader(slot_memory(), zmq.Context())
     for line in sys.stdin:
         layout, manifest, offer = msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Layout, Manifest, Offer])
-        document, transfer_s, verify_s = IpcBufferReceiver(offer, reader).receive(
-            manifest, layout, cancelled=threading.Event(), deadline=time.monotonic() + 120
+        fetched = receive(
+            IpcBufferReceiver(offer, reader), manifest, layout, cancelled=threading.Event(),
+            deadline=time.monotonic() + 120,
         )
-        print(transfer_s, verify_s, flush=True)
-        del document
+        print(fetched.transfer_s, fetched.verify_s, flush=True)
+        del fetched
 
 
 # --- installs -----------------------------------------------------------------------------------------------------

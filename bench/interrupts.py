@@ -37,12 +37,13 @@ import zmq
 from streamrl.errors import WeightsError
 from streamrl.messages import TO_WEIGHTS, Limits, Manifest, Offer, Pull, VersionRef
 from streamrl.messages.codec import Decoder, encode
-from streamrl.weights.delta.pull import DeltaBase
+from streamrl.weights.delta import DeltaBase
 from streamrl.weights.document import Document
 from streamrl.weights.manifest import bucket_digest, bucket_ranges, document_nbytes, make_layout, make_manifest
 from streamrl.weights.pull.chunk_server import ChunkServer
 from streamrl.weights.pull.client import ZmqReceiver
 from streamrl.weights.shm.transport import ShmPublisher, ShmReceiver, shm_offer
+from streamrl.weights.transport import receive as fetch
 
 LAYOUT = make_layout([("embed", "bfloat16", (9000,)), ("rest", "bfloat16", (11501,))], bucket_bytes=10_000)
 NBYTES = document_nbytes(LAYOUT)
@@ -141,7 +142,7 @@ class Rounds:
     def _receive_shm(self, path: Path, manifest: Manifest) -> Document:
         offer = shm_offer(path) if path.exists() else Offer("shm", str(path), NBYTES, bytes(16))
         deadline = time.monotonic() + PATIENCE_S
-        return ShmReceiver(offer).receive(manifest, LAYOUT, cancelled=threading.Event(), deadline=deadline)[0]
+        return fetch(ShmReceiver(offer), manifest, LAYOUT, cancelled=threading.Event(), deadline=deadline).document
 
     # --- a writer dies ----------------------------------------------------------------------------------------------
 
@@ -202,9 +203,9 @@ class Rounds:
                 parent=VersionRef(1, parent) if mode == "delta" else None,
             )
             kind = f"zmq {mode} from a {'dying' if dies else 'stumbling'} server"
-            self._fetch(kind, target, lambda manifest: receiver.receive(
-                manifest, LAYOUT, cancelled=threading.Event(), deadline=time.monotonic() + PATIENCE_S
-            )[0])
+            self._fetch(kind, target, lambda manifest: fetch(
+                receiver, manifest, LAYOUT, cancelled=threading.Event(), deadline=time.monotonic() + PATIENCE_S
+            ).document)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             os.close(pipe)

@@ -39,7 +39,7 @@ from learner.publish.publisher import Publisher
 from streamrl.messages import Layout, Limits, Manifest, Offer, VersionRef
 from streamrl.weights.shm.directory import document_directory
 from streamrl.weights.shm.transport import ShmPublisher, shm_offer
-from streamrl.weights.source import WeightSource
+from streamrl.weights.transport import WeightSource
 
 PARTS = ("shm", "zmq", "delta", "pause")
 GOALS_MS = {1: 25.0, 4: 70.0}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bench.record import record
-from streamrl.weights.delta.encoding import apply, encode
+from streamrl.weights.delta import apply, encode
 from streamrl.weights.manifest import bucket_digest
 
 BUCKET_BYTES = 16 << 20

@@ -23,6 +23,7 @@ from streamrl.messages.codec import Decoder, encode
 from streamrl.weights.document import HEADER_BYTES, DocumentMemory
 from streamrl.weights.pull.chunk_server import ChunkServer
 from streamrl.weights.pull.client import ZmqReceiver
+from streamrl.weights.transport import receive
 
 TOKEN = bytes(16)
 CHUNK_BYTES = Limits().chunk_bytes
@@ -106,10 +107,12 @@ def pull_rounds(path: Path, manifest: Manifest, layout: Layout, repeats: int) ->
         for _ in range(repeats + WARM_UP):
             receiver = ZmqReceiver(ours, context, pull_token=TOKEN, limits=limits, memory=memory)
             started = time.perf_counter()
-            found = receiver.receive(manifest, layout, cancelled=threading.Event(), deadline=time.monotonic() + 60)
+            found = receive(
+                receiver, manifest, layout, cancelled=threading.Event(), deadline=time.monotonic() + 60
+            ).document
             pulled.append(nbytes / (time.perf_counter() - started) / 1e6)
             held = found
-            assert held[0].nbytes == nbytes
+            assert held.nbytes == nbytes
             bare.append(nbytes / bare_pull(context, raw, count, limits.pull_window, target) / 1e6)
     assert bytes(target) == Path(path).read_bytes()[HEADER_BYTES:], "the bare slices are not the document"
     context.destroy(linger=0)

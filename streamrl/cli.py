@@ -92,7 +92,7 @@ PROGRAMS = {
 }
 """Command -> the module that this process becomes."""
 MODULES = {
-    "keys": "streamrl.transport.keys_command", "slurm": "streamrl.verbs.slurm", "relay": "streamrl.weights.pull.relay",
+    "keys": "streamrl.transport.keys", "slurm": "streamrl.verbs.slurm", "relay": "streamrl.weights.pull.relay",
     "stream": "streamrl.verbs.stream", "bundle": "streamrl.verbs.bundle", "status": "streamrl.verbs.status",
     "scale": "streamrl.verbs.actors", "drain": "streamrl.verbs.actors", "resume": "streamrl.verbs.resume",
     "samples": "streamrl.report.sample_view",
@@ -185,7 +185,7 @@ def settings(words: list[str]) -> int:
 
 def join(words: list[str]) -> int:
     """An actor for a run elsewhere: this process becomes it."""
-    from streamrl.transport.keys_command import JOIN_USAGE, join_words
+    from streamrl.transport.keys import JOIN_USAGE, join_words
 
     if {"-h", "--help"} & set(words):
         print(JOIN_USAGE)

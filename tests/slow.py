@@ -197,7 +197,7 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_an_actor_freezes_its_libraries": "an actor's process",
     },
     "unit/weights/test_broadcast.py": {
-        "test_members_in_processes_take_a_version_and_a_killed_one_costs_a_deadline_and_a_new_epoch":
+        "test_a_member_process_killed_in_the_middle_of_a_broadcast_costs_a_deadline_and_a_new_epoch":
             "four processes, and a deadline; members in threads are in `make test`",
     },
     "unit/weights/test_publisher.py": {

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from streamrl.messages import Layout, Manifest, NcclState, Offer
-from streamrl.weights.gpu.broadcast_member import BroadcastMember, BroadcastReceiver
+from streamrl.weights.gpu.broadcast import BroadcastMember, BroadcastReceiver
 from streamrl.weights.gpu.cuda_memory import CudaMemory, device_id
 from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver
 from streamrl.weights.gpu.nccl import CupyNccl
 from streamrl.weights.manifest import document_nbytes
-from streamrl.weights.source import ReceiverFactory
+from streamrl.weights.transport import ReceiverFactory
 
 
 class DeviceWeights:

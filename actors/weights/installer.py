@@ -28,7 +28,7 @@ from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import Base, Installed, InstallSource, Layout, Manifest, Offer, Probed, VersionRef
 from streamrl.weights.document import Document, Superseded
 from streamrl.weights.manifest import check_manifest, same_weights
-from streamrl.weights.source import Fetched
+from streamrl.weights.transport import FetchedVersion
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Installer:
     """
 
     def __init__(
-        self, engine: Engine, fetch: Callable[..., Fetched], *, fetch_deadline_s: float = 120.0,
+        self, engine: Engine, fetch: Callable[..., FetchedVersion], *, fetch_deadline_s: float = 120.0,
         install_deadline_s: float = 120.0, on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine, self._fetch, self._on_close = engine, fetch, on_close
@@ -178,13 +178,13 @@ class Installer:
             log.error("version %s fails its probe: %s", document.manifest.ref, probed.failed)
         return probed
 
-    async def _fetch_document(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> Fetched:
+    async def _fetch_document(self, manifest: Manifest, offers: Sequence[Offer], layout: Layout) -> FetchedVersion:
         """The verified document; without a transfer when only the version number is new (a restarted learner)."""
         check_manifest(manifest, layout)
         if self.document is not None and same_weights(self.document.manifest, manifest):
             if self._fetching is not None:
                 self._fetching.cancelled.set()  # of an older version, which is of no use any more
-            return Fetched(self.document.renamed(manifest), InstallSource.SAME, 0.0, 0.0)
+            return FetchedVersion(self.document.renamed(manifest), InstallSource.SAME, 0.0, 0.0)
         await self._wait_or_abandon(manifest.ref)
         this = self._fetching = _Fetch()
         self.state = InstallState.FETCHING
@@ -271,7 +271,7 @@ class Installer:
 
 
 def _report(
-    manifest: Manifest, source: InstallSource = InstallSource.SAME, fetched: Fetched | None = None,
+    manifest: Manifest, source: InstallSource = InstallSource.SAME, fetched: FetchedVersion | None = None,
     times: InstallTimes | None = None, *, error: str = "", probed: Probed | None = None,
 ) -> Installed:
     return Installed(

@@ -19,9 +19,8 @@ from bench.families.steps import BUCKET_BYTES, LORA, V1, V2, adapt, packed_logpr
 from learner.checkpoint.shards import reshard
 from learner.data.trajectories import Trajectory
 from learner.model.policy import load_policy, policy_tensors
-from learner.publish.base import publish_base
 from learner.publish.export import export_model
-from learner.publish.publisher import Publisher
+from learner.publish.publisher import Publisher, publish_base
 from learner.ranks.mesh import Ranks
 from streamrl.weights.shm.transport import ShmPublisher
 

@@ -27,9 +27,8 @@ from bench.families.steps import BUCKET_BYTES, LORA, NEW_TOKENS, V1, V2, adapt, 
 from learner.data.trajectories import Trajectory
 from learner.model.adapter.lora import adapter_parameters
 from learner.model.policy import Policy, load_policy, policy_tensors, score_rows, score_shared
-from learner.publish.base import publish_base
 from learner.publish.export import export_model
-from learner.publish.publisher import Publisher
+from learner.publish.publisher import Publisher, publish_base
 from learner.ranks.mesh import Ranks
 from streamrl.architectures.miniature import check_rows
 from streamrl.errors import ConfigError, EngineError
@@ -38,7 +37,7 @@ from streamrl.weights.adapter import adapted_layers, rank_of
 from streamrl.weights.assets import pack_assets, unpack_assets
 from streamrl.weights.document import Document
 from streamrl.weights.shm.transport import ShmPublisher, shm_offer
-from streamrl.weights.source import WeightSource
+from streamrl.weights.transport import WeightSource
 
 LENGTHS = (26, 7, 15)
 MOST_LOGPROB, MOST_GRADIENT, MOST_WEIGHT, MOST_HALF = 5e-5, 2e-5, 2e-5, 0.3

@@ -22,7 +22,7 @@ from learner.data.packing import MicroBatch, equalize, pack
 from learner.data.trajectories import Trajectory
 from learner.model.policy import Inspect, Inspected, Policy
 from learner.objective.statistics import Agreements
-from learner.publish.rounding import other_weights, trained_shards
+from learner.publish.rounding import swapped_weights, trained_shards
 from learner.ranks.mesh import Ranks
 from streamrl.messages.seeding import draw_gaps, member_seed, uniforms
 
@@ -69,7 +69,7 @@ class Audit:
         if not self._ranks.maximum(float(bool(places))):
             return
         passes = equalize(pack(rows, self._max_tokens, places=places), self._ranks)
-        with other_weights(self._policy, self._write), self._wire_precision():
+        with swapped_weights(self._policy, self._write), self._wire_precision():
             for micro_batch in passes:
                 self._compare(micro_batch, rows, agreements)
 

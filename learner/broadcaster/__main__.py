@@ -18,7 +18,7 @@ from streamrl.commands import exit_at_once
 from streamrl.errors import StreamrlError
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import watch
-from streamrl.transport.rank_keys import RankKeys
+from streamrl.transport.keys import RankKeys
 from streamrl.transport.sockets import socket_root
 from streamrl.weights.gpu.broadcast import Broadcaster
 from streamrl.weights.gpu.cuda_memory import CudaMemory, device_id

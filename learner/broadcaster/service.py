@@ -41,9 +41,9 @@ from streamrl.transport.keys import ActorKey
 from streamrl.transport.sockets import allow_ipv6
 from streamrl.weights.document import Document
 from streamrl.weights.gpu.broadcast import GRACE_S, Broadcaster
-from streamrl.weights.gpu.communicator import CommunicatorStuck
 from streamrl.weights.gpu.device_document import HostBuckets
 from streamrl.weights.gpu.ipc import IpcBufferServer
+from streamrl.weights.gpu.nccl import CommunicatorStuck
 
 log = logging.getLogger("streamrl.broadcaster")
 

@@ -15,8 +15,8 @@ from streamrl.errors import StreamrlError
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import watch
 from streamrl.processes import keep_private
+from streamrl.transport.keys import RankKeys
 from streamrl.transport.peers import raise_descriptor_limit
-from streamrl.transport.rank_keys import RankKeys
 from streamrl.weights.shm.directory import remove_run_dir
 
 

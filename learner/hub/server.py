@@ -40,11 +40,9 @@ from streamrl.metrics.files import read_object
 from streamrl.run_dirs import LAUNCH_NOTE
 from streamrl.transport.authentication import Authenticator
 from streamrl.transport.control import ControlServer
-from streamrl.transport.keys import KeyDirectory
-from streamrl.transport.peers import PeerLimit
-from streamrl.transport.rank_keys import RankKeys
+from streamrl.transport.keys import KeyDirectory, RankKeys
+from streamrl.transport.peers import PeerLimit, retry_soon
 from streamrl.transport.sockets import allow_ipv6, bind, bound_endpoint, hub_router
-from streamrl.transport.tcp import retry_soon
 from streamrl.weights.transport import device_transports
 
 log = logging.getLogger("streamrl.hub")

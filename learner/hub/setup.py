@@ -24,7 +24,7 @@ from streamrl.messages.actors import MAX_RECORD_BYTES
 from streamrl.stream.records import Record
 from streamrl.stream.segments import read_records
 from streamrl.stream.writer import LogWriter
-from streamrl.transport.log_limit import LogLimit
+from streamrl.transport.peers import LogLimit
 
 log = logging.getLogger("streamrl.hub")
 _limited_log = LogLimit(log)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from learner.ranks.mesh import Ranks
 from streamrl.config.addresses import in_url
-from streamrl.transport.keys import ActorKey, actor_key
-from streamrl.transport.rank_keys import RankKeys
+from streamrl.transport.keys import ActorKey, RankKeys, actor_key
 from streamrl.transport.sockets import socket_folder
 
 FOLDER_PREFIX = "streamrl-ranks-"

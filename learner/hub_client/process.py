@@ -14,7 +14,7 @@ from learner.hub_client.endpoint import FOLDER_PREFIX
 from streamrl.errors import StreamrlError
 from streamrl.parent_watch import program
 from streamrl.processes import Child
-from streamrl.transport.rank_keys import RankKeys
+from streamrl.transport.keys import RankKeys
 
 log = logging.getLogger("streamrl.learner")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from learner.loop.steering import Steering
 from learner.objective.plan import BatchPlan
 from learner.objective.statistics import StepStatistics, TrainedBatch
-from learner.publish.digests import WeightDigests
+from learner.publish.publisher import WeightDigests
 from learner.sources.batch import Batch
 from learner.sources.log import Logged, LogSource
 from learner.trainer import Trainer

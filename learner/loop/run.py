@@ -19,7 +19,7 @@ from learner.model.adapter.lora import AdapterOf
 from learner.model.gradients import BatchResult
 from learner.objective.plan import BatchPlan
 from learner.objective.statistics import StepStatistics, TrainedBatch
-from learner.publish.versions import Versions
+from learner.publish.publishing import Versions
 from learner.ranks.beats import RankBeats
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag

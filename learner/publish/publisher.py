@@ -12,29 +12,43 @@ remembered until the last collective is done, and rank 0 waits for no other proc
 from __future__ import annotations
 
 import logging
+import mmap
 import os
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from learner.model.policy import travels_as
-from learner.publish.rows import SharedFile, parts_of, sharded_by_rows, write_parts
-from learner.ranks.mesh import Ranks
+from learner.checkpoint.shards import local_box
+from learner.model.adapter.lora import base_tensors, scale_of
+from learner.model.policy import Policy, travels_as
+from learner.ranks.mesh import Ranks, local_part
+from streamrl.config.schema import LoraConfig
 from streamrl.errors import WeightsError
-from streamrl.messages import Layout, Manifest, VersionRef
-from streamrl.weights.document import PIECE_BYTES, PROBE_BYTES
-from streamrl.weights.gpu.fold128 import DocumentFold
+from streamrl.messages import Base, Layout, Manifest, VersionRef
+from streamrl.weights.adapter import BASE_REF
+from streamrl.weights.document import HEADER_BYTES, PIECE_BYTES, PROBE_BYTES, digest_all, unpack_header
+from streamrl.weights.gpu.device_document import DocumentFold
 from streamrl.weights.gpu.pinned import Download
-from streamrl.weights.manifest import DIGEST_FOLD128, document_nbytes, make_layout, make_manifest
-from streamrl.weights.shm.transport import ShmPublisher
-from streamrl.weights.shm.writer import DocumentWriter
+from streamrl.weights.manifest import (
+    DIGEST_FOLD128,
+    bucket_ranges,
+    document_nbytes,
+    layout_digest,
+    make_layout,
+    make_manifest,
+    tensor_nbytes,
+    tensor_offsets,
+)
+from streamrl.weights.shm.transport import DocumentWriter, ShmPublisher
 
 log = logging.getLogger("streamrl.learner")
 
@@ -142,7 +156,7 @@ class Publisher:
     @torch.no_grad()
     def _stage(self, ref: VersionRef, tensors: Sequence[Any], ranks: Ranks, ready: Any) -> PublishedVersion | None:
         started, draft, self.num_bytes_written = time.monotonic(), None, 0
-        with self._download.stream(ready):  # all of it: beside training, nothing else orders what a GPU does
+        with self._download.stream(ready):  # all of it: in the background, nothing else orders what a GPU does
             folds = self._fold and (self._by_rows or ranks.rank == 0)
             fold = DocumentFold(self.layout, self._device) if folds else None
             if self._shm is not None and ranks.rank == 0:
@@ -293,3 +307,176 @@ def _write(tensor: torch.Tensor, dtype: torch.dtype, writer: DocumentWriter, dow
         nbytes = part.numel() * dtype.itemsize
         torch.frombuffer(writer.room(nbytes), dtype=dtype).copy_(part)
         writer.filled(nbytes)
+
+
+# --- the rows of this rank -------------------------------------------------------------------------------------------
+
+# The rows of a tensor that is sharded by rows are consecutive bytes of the document. So every rank of a host writes its
+# own into the one file and nothing is gathered.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Consecutive bytes of the document that this rank holds, from `start` on."""
+
+    start: int
+    tensor: Any  # a tensor, or what `full_tensor` makes one
+    dtype: torch.dtype  # in the document
+
+    def wire(self) -> Tensor:
+        """The part's numbers in the type of the document, one after another, on their device."""
+        tensor = self.tensor if isinstance(self.tensor, Tensor) else self.tensor.full_tensor()
+        return tensor.detach().to(self.dtype).reshape(-1)
+
+
+def parts_of(tensors: Sequence[Any], layout: Layout, ranks: Ranks) -> list[Part]:
+    """This rank's parts, in the order of the document; a part that several ranks hold belongs to one of them."""
+    found = []
+    for tensor, (spec, offset) in zip(tensors, tensor_offsets(layout), strict=True):
+        if not ranks.owns(tensor):
+            continue
+        dtype = getattr(torch, spec.dtype)
+        if isinstance(tensor, DTensor):
+            box, local = local_box(tensor), local_part(tensor.detach())
+            if local.numel():
+                found.append(Part(offset + box.offset[0] * (tensor_nbytes(spec) // spec.shape[0]), local, dtype))
+        else:
+            found.append(Part(offset, tensor, dtype))
+    return found
+
+
+def sharded_by_rows(tensors: Sequence[tuple[str, Any]]) -> bool:
+    """Whether every tensor that is sharded at all is sharded so that a rank's part is consecutive bytes."""
+    placements = [placement for _, one in tensors if isinstance(one, DTensor) for placement in one.placements]
+    return all(getattr(placement, "dim", 0) == 0 for placement in placements)
+
+
+class SharedFile:
+    """The file of a document that is being written, open in a rank other than the one that made it.
+
+    Args:
+        probe: the random bytes that it begins with.
+    Raises:
+        OSError: it cannot be seen from here. WeightsError: another file has its name here.
+    """
+
+    def __init__(self, path: str | Path, probe: bytes, layout: Layout) -> None:
+        self._layout = layout
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        found, _, nbytes = unpack_header(os.pread(self._fd, HEADER_BYTES, 0))
+        self._size = HEADER_BYTES + nbytes
+        if found != probe[:PROBE_BYTES]:
+            self.close()
+            raise WeightsError(f"{path} is another file here than on rank 0")
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Put bytes at a place of the document."""
+        while data:
+            done = os.pwrite(self._fd, data, HEADER_BYTES + start)
+            start, data = start + done, data[done:]
+
+    def digests(self, which: range) -> list[bytes]:
+        """Digests of these buckets, as they are in the file now."""
+        with mmap.mmap(self._fd, self._size, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as whole:
+            ranges = bucket_ranges(self._layout)
+            views = [whole[HEADER_BYTES + ranges[i][0] : HEADER_BYTES + ranges[i][1]] for i in which]
+            found = digest_all(views)
+            for view in views:
+                view.release()
+        return found
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def write_parts(
+    parts: Sequence[Part], file: SharedFile, download: Download, fold: DocumentFold | None
+) -> int:
+    """Cast, fold and write this rank's parts; returns their bytes. One at a time is held in the document's type."""
+
+    def cast() -> Iterator[tuple[int, Tensor]]:
+        for part in parts:
+            data = part.wire()
+            if fold is not None:
+                fold.add(data.view(torch.uint8), part.start)
+            yield part.start, data
+
+    nbytes = 0
+    for start, data in download.pieces(cast()):
+        file.write(start, data)
+        nbytes += len(data)
+    return nbytes
+
+
+# --- other uses of a publisher ---------------------------------------------------------------------------------------
+
+_ANY_EPOCH = 1
+
+
+class WeightDigests:
+    """Digests a model again and again; every call is collective, and the answer is that of rank 0 on all of them.
+
+    Args:
+        parameters, wire_dtype, bucket_bytes: as the run published them.
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, Any]], ranks: Ranks, *, wire_dtype: torch.dtype, bucket_bytes: int
+    ) -> None:
+        self._ranks, self._kept = ranks, ExitStack()
+        shm = None
+        if ranks.rank == 0:
+            folder = self._kept.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-digests-"))
+            shm = ShmPublisher(Path(folder) / "documents", "digests", 1)
+            self._kept.callback(shm.close)
+        self._publisher = Publisher(parameters, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, shm=shm, ranks=ranks)
+        self._num = 0
+
+    def difference(self, version: int, expected: Manifest | None) -> str:
+        """How the weights differ from a published version, in words; "" if they are equal.
+
+        Args:
+            expected: on rank 0.
+        """
+        self._num += 1
+        made = self._publisher.publish(VersionRef(_ANY_EPOCH, self._num))
+        text = ""
+        if made is not None and expected is not None:
+            text = _difference(version, self._publisher, made.manifest.digests, expected)
+        return self._ranks.bytes_from_rank_zero(text.encode()).decode()
+
+    def close(self) -> None:
+        self._kept.close()
+
+
+def _difference(version: int, publisher: Publisher, digests: Sequence[bytes], expected: Manifest) -> str:
+    if layout_digest(publisher.layout) != expected.layout_digest:
+        return f"version {version} has tensors of other names, shapes or types, or buckets of another size"
+    other = [place for place, pair in enumerate(zip(digests, expected.digests, strict=True)) if pair[0] != pair[1]]
+    if not other:
+        return ""
+    return f"version {version} differs in {len(other)} of {len(digests)} buckets, the first is bucket {other[0]}"
+
+
+def publish_base(
+    policy: Policy, lora: LoraConfig, *, wire_dtype: torch.dtype, bucket_bytes: int, ranks: Ranks,
+    shm: ShmPublisher | None,
+) -> tuple[Base, str] | None:
+    """Stage the frozen weights for as long as the learner lives; a collective call.
+
+    Returns:
+        what to announce, and the document's path; None on ranks other than 0.
+    Raises:
+        WeightsError: no room.
+    """
+    publisher = Publisher(
+        list(base_tensors(policy)), wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, shm=shm,
+        ranks=ranks, for_good=True,
+    )
+    try:
+        published = publisher.publish(BASE_REF)
+    except WeightsError as error:
+        raise WeightsError(f"the base of policy.lora.rank={lora.rank}: {error}") from error
+    if published is None:
+        return None
+    return Base(published.manifest, publisher.layout, scale_of(lora)), str(published.path)

@@ -20,7 +20,7 @@ from learner.ranks.mesh import local_part
 
 @contextmanager
 def with_wire_precision(module: nn.Module, *, compute_dtype: torch.dtype, wire_dtype: torch.dtype) -> Iterator[None]:
-    """Inside, `module` holds the values that a document of `wire_dtype` holds; afterwards its own, to the bit.
+    """Temporarily give `module` the values that a document of `wire_dtype` holds; restores its own bit for bit.
 
     Frozen weights were rounded for good, by `round_frozen`. Costs a second copy of this rank's trained float32 shards
     meanwhile; nothing at all where `wire_dtype` holds every value that takes part in the computation (float32 in
@@ -33,13 +33,13 @@ def with_wire_precision(module: nn.Module, *, compute_dtype: torch.dtype, wire_d
         for shard in shards:
             shard.copy_(shard.to(wire_dtype))
 
-    with other_weights(module, rounded):
+    with swapped_weights(module, rounded):
         yield
 
 
 @contextmanager
-def other_weights(module: nn.Module, fill: Callable[[list[Tensor]], None]) -> Iterator[None]:
-    """Inside, this rank's trained shards hold what `fill` writes into them; afterwards their own, to the bit."""
+def swapped_weights(module: nn.Module, fill: Callable[[list[Tensor]], None]) -> Iterator[None]:
+    """Temporarily give this rank's trained shards the values that `fill` writes; restores them bit for bit."""
     reshard(module)
     with torch.no_grad():
         shards = trained_shards(module)

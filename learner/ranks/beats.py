@@ -25,8 +25,8 @@ from streamrl.messages.codec import Decoder, encode
 from streamrl.processes import host_id
 from streamrl.transport.authentication import connect_with
 from streamrl.transport.keys import ActorKey
+from streamrl.transport.peers import retry_soon
 from streamrl.transport.sockets import allow_ipv6
-from streamrl.transport.tcp import retry_soon
 
 log = logging.getLogger("streamrl.learner")
 

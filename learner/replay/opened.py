@@ -22,7 +22,7 @@ from learner.model.adapter.lora import AdapterOf
 from learner.model.config_file import policy_vocab_size
 from learner.objective.plan import BatchPlan
 from learner.objective.statistics import StepStatistics
-from learner.publish.digests import WeightDigests
+from learner.publish.publisher import WeightDigests
 from learner.ranks.mesh import Ranks
 from learner.setup.device import environment, start_ranks
 from learner.setup.inputs import fit_to_records, prepare_inputs, starting_model

@@ -22,8 +22,7 @@ from learner.hub_client.settings import hub_settings, response_limit, stall_fail
 from learner.loop.evaluations import Evaluations
 from learner.loop.run import Run
 from learner.loop.steering import Steering
-from learner.publish.probe import Prober, probe_tokens
-from learner.publish.versions import Versions
+from learner.publish.publishing import Prober, Versions, probe_tokens
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
 from learner.record.expected import ExpectedAnswers

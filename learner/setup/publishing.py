@@ -9,8 +9,7 @@ from learner.hub_client.link import HubLink
 from learner.model.adapter.lora import adapter_parameters
 from learner.model.paths import wire_dtype
 from learner.model.policy import Policy, policy_tensors
-from learner.publish.base import publish_base
-from learner.publish.publisher import Publisher
+from learner.publish.publisher import Publisher, publish_base
 from learner.publish.publishing import Publishing
 from learner.ranks.background import Background
 from learner.ranks.mesh import Ranks
@@ -36,8 +35,8 @@ def make_publishing(
         base = publish_base(
             policy, lora, wire_dtype=wire, bucket_bytes=settings.bucket_bytes, ranks=ranks, shm=shm
         )
-    beside = background_of(settings.beside_training, ranks, "publish")
-    return Publishing(publisher, hub, ranks, base=base, beside=beside)
+    background = background_of(settings.beside_training, ranks, "publish")
+    return Publishing(publisher, hub, ranks, base=base, background=background)
 
 
 def published_parameters(policy: Policy, lora: LoraConfig) -> list[tuple[str, Any]]:
@@ -46,6 +45,6 @@ def published_parameters(policy: Policy, lora: LoraConfig) -> list[tuple[str, An
 
 
 def background_of(wish: BesideTraining, ranks: Ranks, name: str) -> Background[Any] | None:
-    """A thread beside training where the setting asks for one here; a collective call."""
+    """A thread for work in the background, where the setting asks for one here; a collective call."""
     asked = wish is BesideTraining.always or (wish is BesideTraining.auto and ranks.device.type == "cuda")
     return Background(ranks, name) if asked else None

@@ -17,7 +17,7 @@ from learner.hub.ledger.snapshots import read_snapshot
 from learner.loop.retrain import Retrained, retrain
 from learner.loop.steering import Steering
 from learner.objective.statistics import TrainedBatch
-from learner.publish.digests import WeightDigests
+from learner.publish.publisher import WeightDigests
 from learner.setup.inputs import Inputs
 from learner.setup.publishing import published_parameters
 from learner.sources.log import LogSource

@@ -16,8 +16,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from streamrl.errors import ConfigError
-from streamrl.transport.keys import ActorKey, KeyDirectory, KeyPair, short
-from streamrl.transport.rank_keys import RankKeys
+from streamrl.transport.keys import ActorKey, KeyDirectory, KeyPair, RankKeys, short
 
 log = logging.getLogger("streamrl.transport")
 

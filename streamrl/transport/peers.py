@@ -13,15 +13,15 @@ import logging
 import os
 import resource
 import socket
+import stat
 import struct
+import time
 from collections import OrderedDict
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import zmq
-
-from streamrl.transport.log_limit import LogLimit
 
 log = logging.getLogger("streamrl.transport")
 
@@ -193,3 +193,83 @@ def _opened(descriptor: int) -> Iterator[socket.socket]:
         connection.detach()
         if own != descriptor:
             os.close(own)
+
+
+MAX_CHARS = 500
+
+
+class LogLimit:
+    """At most `burst` lines at once, and one more every `interval_s`; the next line says how many were left out."""
+
+    def __init__(
+        self, log: logging.Logger, *, burst: int = 10, interval_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log, self._burst, self._interval_s, self._clock = log, burst, interval_s, clock
+        self._left, self._at = float(burst), clock()
+        self._num_left_out = 0
+
+    def warning(self, text: str, *args: object) -> None:
+        """Log as `Logger.warning` does, but not too often, and cut to `MAX_CHARS`."""
+        self._write(logging.WARNING, text, args)
+
+    def info(self, text: str, *args: object) -> None:
+        """Log as `Logger.info` does, within the same limit."""
+        self._write(logging.INFO, text, args)
+
+    def _write(self, level: int, text: str, args: tuple[object, ...]) -> None:
+        if not self._log.isEnabledFor(level):
+            return
+        now = self._clock()
+        self._left = min(self._burst, self._left + (now - self._at) / self._interval_s)
+        self._at = now
+        if self._left < 1.0:
+            self._num_left_out += 1
+            return
+        self._left -= 1.0
+        line = (text % args if args else text)[:MAX_CHARS]
+        left_out = f" (and {self._num_left_out} more such lines before it)" if self._num_left_out else ""
+        self._num_left_out = 0
+        self._log.log(level, "%s%s", line, left_out)
+
+
+RTO_MAX_MS = 44
+"""TCP_RTO_MAX_MS of Linux 6.15, which Python has no name for yet; 1,000 to 120,000."""
+NUM_ATTEMPTS = 10
+"""TCP ends a connection after 15 failed attempts, of which the first are closer together, and with a bound on the wait
+it does so whatever TCP_USER_TIMEOUT says (Linux 6.18: after 14.8 s with 1 s, not within 30 s with 3 s)."""
+
+
+def retry_soon(lasting_s: float) -> int:
+    """Let every TCP socket of this process, those of libraries too, try at each tenth of a cut's longest time.
+
+    TCP waits twice as long before each further attempt: after 30 s without a network the next one may be 20 s away.
+    Sockets of ZeroMQ can connect again, those of a process group cannot. Linux 6.15 lets a socket bound that wait.
+    What a listening socket accepts later inherits it. Returns how many sockets were changed: 0 on an older Linux.
+    With 0 silence is not watched: then connections last as long as the system lets them.
+    """
+    if not lasting_s:
+        return 0
+    wait_ms = min(max(1_000, int(1000 * lasting_s / NUM_ATTEMPTS)), 120_000)
+    names = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
+    return sum(_retry_soon(int(name), wait_ms) for name in names)
+
+
+def _retry_soon(descriptor: int, wait_ms: int) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        copy = os.dup(descriptor)  # its owner may close it at any time
+    except OSError:
+        return False
+    try:
+        one = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return False
+    with one, suppress(OSError):  # a kernel that does not know the option
+        is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+        if is_tcp and one.getsockopt(socket.IPPROTO_TCP, RTO_MAX_MS) > wait_ms:
+            one.setsockopt(socket.IPPROTO_TCP, RTO_MAX_MS, wait_ms)
+            return True
+    return False

@@ -115,13 +115,15 @@ class Document:
     Args:
         body: the bytes in layout order, without a header; kept alive by the document and by every tensor it gave out.
         verified: the caller has digested every bucket as it arrived, in memory that only it can write.
+        verify_s: seconds that this took.
         file: the file that `body` is a mapping of, behind the header.
     Raises:
         WeightsError: manifest and layout do not belong together.
     """
 
     def __init__(
-        self, body: Any, manifest: Manifest, layout: Layout, *, verified: bool = False, file: OpenFile | None = None
+        self, body: Any, manifest: Manifest, layout: Layout, *, verified: bool = False, verify_s: float = 0.0,
+        file: OpenFile | None = None,
     ) -> None:
         check_manifest(manifest, layout)
         self._file = file
@@ -129,7 +131,7 @@ class Document:
         self.layout = layout
         # A numpy array pins its buffer, so a mapping cannot be unmapped under a live tensor.
         self._body = np.frombuffer(body, dtype=np.uint8)
-        self._verified = verified
+        self._verified, self.verify_s = verified, verify_s
 
     @classmethod
     def map_file(cls, path: str | Path, manifest: Manifest, layout: Layout) -> Document:
@@ -158,6 +160,7 @@ class Document:
         """Digest every bucket; returns the document itself. Raises WeightsError naming the first wrong bucket."""
         if self._verified:
             return self
+        started = time.perf_counter()
         view, ranges = memoryview(self._body), bucket_ranges(self.layout)
         for index, (_, end) in enumerate(ranges):
             if end > len(view):
@@ -173,7 +176,7 @@ class Document:
             )
         for index, digest in enumerate(digest_all([view[start:end] for start, end in ranges])):
             check_digest(index, digest, self.manifest)
-        self._verified = True
+        self._verified, self.verify_s = True, time.perf_counter() - started
         return self
 
     def renamed(self, manifest: Manifest) -> Document:

@@ -29,7 +29,7 @@ DTYPE_BYTES: dict[str, int] = {
 DIGEST_XXH3 = 0
 """digest_kind of documents on the host: xxh3-128 of the bucket's bytes."""
 DIGEST_FOLD128 = 1
-"""digest_kind of buckets in the memory of a GPU: `streamrl.weights.gpu.fold128`."""
+"""digest_kind of buckets in the memory of a GPU: `streamrl.weights.gpu.device_document`."""
 
 
 def make_layout(specs: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> Layout:

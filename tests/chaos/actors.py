@@ -37,7 +37,7 @@ from streamrl.messages.codec import pack_ids, pack_logprobs
 from streamrl.transport.client import HubClient
 from streamrl.transport.outbox import Outbox
 from streamrl.transport.session import EXIT_FENCED, ActorSession, Deliver, Effect, LinkClosed, Progress
-from streamrl.weights.source import WeightSource
+from streamrl.weights.transport import WeightSource
 from tests.chaos import crash_points
 from tests.chaos.history import History
 from tests.chaos.learner import content_digest

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from streamrl.config.load import load_config
-from streamrl.transport.keys import KeyDirectory, read_actor_key
-from streamrl.transport.keys_command import join_words
+from streamrl.transport.keys import KeyDirectory, join_words, read_actor_key
 
 FOLDER = Path(__file__).parents[2] / "docs" / "kubernetes"
 PAGE = FOLDER.with_suffix(".md").read_text()

@@ -15,8 +15,7 @@ import zmq
 from streamrl.errors import WeightsError
 from streamrl.messages import Manifest, Offer, VersionRef
 from streamrl.weights.gpu.cuda_memory import CudaMemory
-from streamrl.weights.gpu.device_document import DeviceDocument
-from streamrl.weights.gpu.fold128 import DocumentFold, fold128
+from streamrl.weights.gpu.device_document import DeviceDocument, DocumentFold, fold128
 from streamrl.weights.gpu.ipc import IpcBufferServer
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, document_nbytes, make_layout, make_manifest
 from tests.gpu.device import needs_gpu, start
@@ -34,6 +33,7 @@ import sys, threading, time
 import msgspec, torch, zmq
 from streamrl.messages import Layout, Manifest, Offer
 from streamrl.weights.gpu.cuda_memory import CudaMemory
+from streamrl.weights.transport import receive
 from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver
 
 layout = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Layout)
@@ -43,9 +43,10 @@ print("ready", memory.device_id, flush=True)
 for line in sys.stdin:
     manifest, offer = msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Manifest, Offer])
     try:
-        document, transfer_s, verify_s = IpcBufferReceiver(offer, reader).receive(
-            manifest, layout, cancelled=threading.Event(), deadline=time.monotonic() + 60
-        )
+        document = receive(
+            IpcBufferReceiver(offer, reader), manifest, layout, cancelled=threading.Event(),
+            deadline=time.monotonic() + 60,
+        ).document
     except Exception as error:
         print("error", repr(error), flush=True)
         continue

@@ -13,8 +13,7 @@ from actors.engines.native.engine import NativeEngine
 from actors.engines.native.weights import checkpoint_tensors
 from actors.weights.probe import first_difference
 from streamrl.messages import Sampling, VersionRef
-from streamrl.weights.gpu.device_document import DeviceDocument
-from streamrl.weights.gpu.fold128 import DocumentFold
+from streamrl.weights.gpu.device_document import DeviceDocument, DocumentFold
 from streamrl.weights.manifest import DIGEST_FOLD128, make_layout, make_manifest
 from tests.gpu.device import needs_gpu
 

@@ -9,8 +9,7 @@ import torch
 
 from streamrl.messages import VersionRef
 from streamrl.weights.gpu.broadcast import Broadcaster
-from streamrl.weights.gpu.communicator import GuardedCommunicator, Threads
-from streamrl.weights.gpu.nccl import UNIQUE_ID_BYTES, CupyNccl
+from streamrl.weights.gpu.nccl import UNIQUE_ID_BYTES, CupyNccl, GuardedCommunicator, Threads
 from streamrl.weights.manifest import document_nbytes, make_layout
 from tests.gpu.device import finish, needs_gpu, start
 
@@ -73,7 +72,7 @@ def test_epoch_after_epoch_is_formed_and_carries_a_version(library):
 ALONE = """
 import os, time
 from streamrl.errors import WeightsError
-from streamrl.weights.gpu.communicator import GuardedCommunicator, Threads
+from streamrl.weights.gpu.nccl import GuardedCommunicator, Threads
 from streamrl.weights.gpu.nccl import CupyNccl
 
 library, threads = CupyNccl("cuda"), Threads()
@@ -94,7 +93,7 @@ def test_a_member_that_never_comes_costs_a_deadline_and_a_thread():
 RANK = """
 import os, sys
 import torch
-from streamrl.weights.gpu.communicator import GuardedCommunicator, Threads
+from streamrl.weights.gpu.nccl import GuardedCommunicator, Threads
 from streamrl.weights.gpu.nccl import CupyNccl
 
 rank = int(sys.argv[1])

@@ -14,8 +14,7 @@ import pytest
 
 from learner.setup.hub import same_address
 from streamrl.errors import ConfigError
-from streamrl.transport.keys import KeyDirectory
-from streamrl.transport.keys_command import join_words
+from streamrl.transport.keys import KeyDirectory, join_words
 from streamrl.verbs.slurm import slurm
 from tests.flow.processes import SMALL, wait_until
 

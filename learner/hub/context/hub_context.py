@@ -25,7 +25,7 @@ from streamrl.config.schema import PromptOverflow
 from streamrl.messages import PROTOCOL, Message
 from streamrl.messages.codec import encode
 from streamrl.messages.printable import printable
-from streamrl.transport.log_limit import LogLimit
+from streamrl.transport.peers import LogLimit
 
 log = logging.getLogger("streamrl.hub")
 

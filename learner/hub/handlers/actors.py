@@ -35,7 +35,7 @@ from streamrl.messages import (
 )
 from streamrl.messages.codec import Decoder, protocol_of
 from streamrl.transport.keys import may_be
-from streamrl.transport.log_limit import LogLimit
+from streamrl.transport.peers import LogLimit
 from streamrl.transport.session import MAX_UNSETTLED
 
 log = logging.getLogger("streamrl.hub")

@@ -31,7 +31,7 @@ from streamrl.messages import (
     Shutdown,
     VersionRef,
 )
-from streamrl.weights.gpu.membership import Abort, Effect, Invite, Membership, Pull
+from streamrl.weights.gpu.membership import MAX_FAILURES, Abort, Effect, Invite, Membership, Pull, TurnOff
 
 log = logging.getLogger("streamrl.hub")
 
@@ -67,8 +67,6 @@ class BroadcastHandler:
         self._publish: Publish | None = None
         self._recent: deque[VersionRef] = deque(maxlen=RECENT_VERSIONS)
         self._told_shared: set[str] = set()
-        self._loading: VersionRef | None = None  # published, and not yet in the broadcaster's hands
-        self._load_until = float("inf")
         self.num_started = 0
 
     # --- what happens -------------------------------------------------------------------------------------------
@@ -82,33 +80,10 @@ class BroadcastHandler:
         if self._start is not None and message.device_manifest is not None:
             self._send_document()
             if self._nccl:
-                candidates = self._candidates()
-                self._do(self.membership.set_candidates(candidates, now), now)
-                if self._route is not None and candidates and self._loading is None:
-                    # A member that is invited waits inside a kernel, on a GPU that its engine computes on.
-                    publish = self._hub.settings.publish
-                    self._loading, told = ref, set(candidates)
-                    self._load_until = now + publish.nccl_init_deadline_s + publish.nccl_bucket_deadline_s
-                else:  # also of a learner that publishes faster than a document is loaded
-                    self._loading = None
-                    told = self._do(self.membership.published(ref, now), now)
+                told = self._do(self.membership.set_candidates(self._candidates(), now), now)
+                told |= self._do(self.membership.published(ref, now), now)
         for link in self._hub.connections.all():
             if link.actor_id not in told and not self.membership.expects(link.actor_id, ref):
-                self.announce(link)
-
-    def _loaded(self, ref: VersionRef, error: str, now: float) -> None:
-        """Invite the members once the broadcaster has this version; if it cannot have it, they pull."""
-        if ref != self._loading:
-            return
-        self._loading = None
-        candidates = self._candidates()
-        told: set[str] = set()
-        if not error:
-            self._do(self.membership.set_candidates(candidates, now), now)
-            told = self._do(self.membership.published(ref, now), now)
-        for link in self._hub.connections.all():
-            held = "nccl" in link.transports and link.actor_id not in told
-            if held and not self.membership.expects(link.actor_id, ref):
                 self.announce(link)
 
     def announce(self, link: Connection, ticket: NcclTicket | None = None) -> None:
@@ -132,16 +107,10 @@ class BroadcastHandler:
 
     def beat(self, link: Connection, beat: ActorHeartbeat, now: float) -> None:
         """Follow an actor's state in the communicator, from its heartbeat."""
-        link.installed, before = beat.installed, link.nccl
-        if not self._nccl or beat.nccl is None or beat.nccl == before:
-            return
-        link.nccl, one, who = beat.nccl, self.membership, link.actor_id
-        if who not in one.members:
-            return
-        self._do(one.joined(who, beat.nccl.joining, now), now)
-        self._do(one.formed(who, beat.nccl.formed, now), now)
-        if beat.nccl.failed > before.failed:
-            self._do(one.failed(who, beat.nccl.failed, f"{who} reported a failure", now), now)
+        link.installed = beat.installed
+        if self._nccl and beat.nccl is not None and beat.nccl != link.nccl:
+            link.nccl = beat.nccl
+            self._do(self.membership.member_said(link.actor_id, beat.nccl, now), now)
 
     def broadcaster_reported(self, routing_id: bytes, message: BroadcastUp | BroadcastReport, now: float) -> None:
         """Handle a message of the broadcaster; those of a replaced one are ignored."""
@@ -153,7 +122,9 @@ class BroadcastHandler:
             self.membership.broadcaster_up()
         elif routing_id == self._route:
             self._watch.heard()
-            self._reported(message, now)
+            if message.stage is BroadcastStage.FAILED:
+                log.warning("epoch %d failed at the broadcaster: %s", message.epoch, message.error)
+            self._do(self.membership.broadcaster_said(message, now), now)
 
     def tick(self, now: float) -> None:
         """Let time pass: update members, enforce deadlines, replace a broadcaster that died or hangs."""
@@ -167,7 +138,6 @@ class BroadcastHandler:
             log.error("the broadcaster process %s; actors pull until its successor is ready", what)
             full = self._broadcaster.exit_status() == EXIT_NO_MEMORY
             self._lost(now)
-            self._do(self.membership.broadcaster_down(now), now)
             if full:
                 log.error("the learner's GPU has no memory for the broadcaster: no more weights by ipc or nccl in this "
                           "run, actors pull (leave both off publish.transports, or lower learner.gpu_memory_share)")
@@ -179,8 +149,6 @@ class BroadcastHandler:
         if self._nccl:
             self._do(self.membership.set_candidates(self._candidates(), now), now)
             self._do(self.membership.tick(now), now)
-        if self._loading is not None and now >= self._load_until:
-            self._loaded(self._loading, "it took too long", now)
 
     def metrics(self) -> Mapping[str, float]:
         if self._start is None:
@@ -203,23 +171,6 @@ class BroadcastHandler:
             self._broadcaster = None
 
     # --- inside -------------------------------------------------------------------------------------------------
-
-    def _reported(self, report: BroadcastReport, now: float) -> None:
-        one, epoch = self.membership, report.epoch
-        match report.stage:
-            case BroadcastStage.NAMED:
-                self._do(one.named(epoch, report.unique_id, now), now)
-            case BroadcastStage.FORMED:
-                self._do(one.formed(None, epoch, now), now)
-            case BroadcastStage.PROGRESS:
-                self._do(one.progressed(epoch, now), now)
-            case BroadcastStage.SENT:
-                self._do(one.sent(epoch, now), now)
-            case BroadcastStage.LOADED if report.ref is not None:
-                self._loaded(report.ref, report.error, now)
-            case BroadcastStage.FAILED:
-                log.warning("epoch %d failed at the broadcaster: %s", epoch, report.error)
-                self._do(one.failed(None, epoch, report.error, now), now)
 
     def _candidates(self) -> dict[str, int]:
         """READY actors that use nccl and have a recent version, one for each GPU, none on the broadcaster's."""
@@ -283,6 +234,9 @@ class BroadcastHandler:
                         self._lost(now)
                     else:
                         self._to_broadcaster(BroadcastAbort(epoch))
+                case TurnOff(reason):
+                    log.error("no more weights by nccl in this run, actors pull: %d epochs in a row failed, the last "
+                              "one because %s", MAX_FAILURES, reason)
         return told
 
     def _announce_to(self, ref: VersionRef, tickets: Mapping[str, NcclTicket | None]) -> set[str]:
@@ -301,10 +255,9 @@ class BroadcastHandler:
             self._broadcaster.kill()
             self._ended.append(self._broadcaster)
         self._broadcaster, self._route, self._up = None, None, None
-        if self._loading is not None:
-            self._loaded(self._loading, "the broadcaster ended", now)
         self._start_at = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, RESTART_MAX_S)
+        self._do(self.membership.broadcaster_down(), now)
 
     def _send_document(self) -> None:
         publish, layout = self._publish, self._hub.weights.layout

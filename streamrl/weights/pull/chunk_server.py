@@ -21,10 +21,8 @@ from streamrl.errors import ContentError, WeightsError, WireError
 from streamrl.messages import TO_WEIGHTS, Chunk, ChunkStatus, Layout, Manifest, Pull, PullMode, VersionRef
 from streamrl.messages.codec import Decoder, encode
 from streamrl.transport.authentication import Authenticator
-from streamrl.transport.log_limit import LogLimit
-from streamrl.transport.peers import PeerLimit
-from streamrl.weights.delta.encoding import word_bytes_of
-from streamrl.weights.delta.store import BUSY_RETRY_S, INDEX_BUCKET, DeltaStore, Encoding, Served
+from streamrl.transport.peers import LogLimit, PeerLimit
+from streamrl.weights.delta import BUSY_RETRY_S, INDEX_BUCKET, DeltaStore, Encoding, Served, word_bytes_of
 from streamrl.weights.document import HEADER_BYTES, unpack_header
 from streamrl.weights.manifest import bucket_ranges, document_nbytes
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import TypeVar
 
 import zmq
 
@@ -30,17 +30,20 @@ from streamrl.messages.codec import Decoder, encode
 from streamrl.transport.keys import ActorKey
 from streamrl.transport.sockets import actor_dealer
 from streamrl.weights.assets import MAX_ASSETS_BYTES
-from streamrl.weights.delta.pull import DeltaBase, DeltaUnavailable, IndexPlan, apply_delta
-from streamrl.weights.document import Document, DocumentMemory, NotAvailable, Superseded
-from streamrl.weights.manifest import bucket_ranges, check_manifest, document_nbytes
-from streamrl.weights.pull.plan import ChunkPlan, PullPlan, PullStats
-from streamrl.weights.transport import Brought, Transport
+from streamrl.weights.delta import DeltaBase, DeltaUnavailable, apply_delta
+from streamrl.weights.document import Document, DocumentMemory, NotAvailable
+from streamrl.weights.manifest import bucket_ranges, document_nbytes
+from streamrl.weights.pull.plan import ChunkPlan, IndexPlan, PullPlan, PullStats
+from streamrl.weights.transport import POLL_S, Receiver, Transport, WeightSource
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.05  # how long a cancelled fetch may take to notice
 # A CHUNK without its payload takes far less; the payload is a frame of its own, not decoded.
 _MAX_HEADER_BYTES = 4096
+
+T = TypeVar("T")
+Steps = Generator[int, None, T]
+"""As `transport.Receiver.receive`: yields the number of buckets that have come, returns the result."""
 
 
 class ZmqReceiver:
@@ -72,36 +75,32 @@ class ZmqReceiver:
         self.waiting_since: float | None = None
         self._decoder = Decoder(FROM_WEIGHTS, max_bytes=_MAX_HEADER_BYTES)
 
-    def receive(self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float) -> Brought:
-        """See `transport.Receiver`; afterwards `source` tells whether the version came as a delta."""
-        check_manifest(manifest, layout)
+    def receive(self, manifest: Manifest, layout: Layout) -> Steps[Document]:
+        """Pull, as `transport.Receiver`; afterwards `source` tells whether the version came as a delta."""
         base = self._delta_base.base_of(manifest, self._parent) if self._delta_base is not None else None
-        with self._connection(cancelled, deadline):
-            if base is not None and (found := self._try_delta(base, manifest, layout)) is not None:
+        with self._connection():
+            if base is not None and (found := (yield from self._try_delta(base, manifest, layout))) is not None:
                 return found
-            return self._receive_full(manifest, layout)
+            return (yield from self._receive_full(manifest, layout))
 
-    def _receive_full(self, manifest: Manifest, layout: Layout) -> Brought:
-        started = time.monotonic()
+    def _receive_full(self, manifest: Manifest, layout: Layout) -> Steps[Document]:
         memory = self._memory.take(document_nbytes(layout))
         buckets = [memory[start:end] for start, end in bucket_ranges(layout)]
-        plan = PullPlan(buckets, manifest.digests, self._limits, what=f"version {manifest.ref}", now=started)
-        self._pull(plan, manifest.ref, PullMode.FULL)
-        elapsed = time.monotonic() - started
+        plan = PullPlan(buckets, manifest.digests, self._limits, what=f"version {manifest.ref}", now=time.monotonic())
+        yield from self._pull(plan, manifest.ref, PullMode.FULL)
         # The plan is done only when every bucket has matched its digest.
-        return Document(memory, manifest, layout, verified=True), elapsed - plan.verify_s, plan.verify_s
+        return Document(memory, manifest, layout, verified=True, verify_s=plan.verify_s)
 
-    def _try_delta(self, base: Document, manifest: Manifest, layout: Layout) -> Brought | None:
+    def _try_delta(self, base: Document, manifest: Manifest, layout: Layout) -> Steps[Document | None]:
         """None when the full version has to be pulled; raises where that could not be pulled either."""
         assert self._delta_base is not None
         try:
-            found = self._receive_delta(base, manifest, layout)
+            found = yield from self._receive_delta(base, manifest, layout)
         except DeltaUnavailable as error:
             log.info("%s", error)
             return None
-        # Neither says anything about the delta's bytes, so neither counts against deltas.
-        except (Superseded, NotAvailable):
-            raise
+        except NotAvailable:
+            raise  # it says nothing about the delta's bytes, so it does not count against deltas
         except WeightsError as error:
             self._delta_base.failed(error)
             return None
@@ -109,37 +108,32 @@ class ZmqReceiver:
         self.source = InstallSource.ZMQ_DELTA
         return found
 
-    def _receive_delta(self, base: Document, manifest: Manifest, layout: Layout) -> Brought:
-        started = time.monotonic()
+    def _receive_delta(self, base: Document, manifest: Manifest, layout: Layout) -> Steps[Document]:
         what = f"the delta from {base.manifest.ref} to {manifest.ref}"
-        index_plan = IndexPlan(self._limits, what=what, now=started)
-        self._pull(index_plan, manifest.ref, PullMode.DELTA)
+        index_plan = IndexPlan(self._limits, what=what, now=time.monotonic())
+        yield from self._pull(index_plan, manifest.ref, PullMode.DELTA)
         # Sizes were checked against the layout here, before memory is taken for the payloads.
         index = index_plan.index(base.manifest, layout)
         payloads = [memoryview(bytearray(nbytes)) for nbytes in index.nbytes]
         plan = PullPlan(payloads, index.digests, self._limits, what=what, now=time.monotonic())
-        self._pull(plan, manifest.ref, PullMode.DELTA)
-        transfer_s = time.monotonic() - started
-        memory = self._memory.take(document_nbytes(layout))
-        document, verify_s = apply_delta(base, manifest, layout, payloads, memory)
-        return document, transfer_s, verify_s
+        yield from self._pull(plan, manifest.ref, PullMode.DELTA)
+        return apply_delta(base, manifest, layout, payloads, self._memory.take(document_nbytes(layout)))
 
-    def receive_assets(self, nbytes: int, digest: bytes, *, cancelled: threading.Event, deadline: float) -> bytes:
-        """The packed asset files with the size and xxh3-128 in WELCOME; raises as `receive` does."""
+    def receive_assets(self, nbytes: int, digest: bytes) -> Steps[bytes]:
+        """Pull the packed asset files with the size and xxh3-128 in WELCOME."""
         # Checked before the memory is taken: the number comes from a peer.
         if not 0 < nbytes <= MAX_ASSETS_BYTES:
             raise WeightsError(f"the hub offers {nbytes} bytes of assets, expected 1..{MAX_ASSETS_BYTES}")
         memory = bytearray(nbytes)
         plan = PullPlan([memoryview(memory)], [digest], self._limits, what="the assets", now=time.monotonic())
-        with self._connection(cancelled, deadline):
-            self._pull(plan, VersionRef(0, 0), PullMode.ASSETS)
+        with self._connection():
+            yield from self._pull(plan, VersionRef(0, 0), PullMode.ASSETS)
         return bytes(memory)
 
     # --- one connection, on which plans are carried out one after another -------------------------------------------
 
     @contextlib.contextmanager
-    def _connection(self, cancelled: threading.Event, deadline: float) -> Iterator[None]:
-        self._cancelled, self._deadline = cancelled, deadline
+    def _connection(self) -> Iterator[None]:
         try:
             self._socket = actor_dealer(
                 self._context, self.endpoint, max_message_bytes=self._limits.max_message_bytes,
@@ -155,21 +149,18 @@ class ZmqReceiver:
             self._socket.close(linger=0)
             self.waiting_since = None
 
-    def _pull(self, plan: ChunkPlan, ref: VersionRef, mode: PullMode) -> None:
-        """Carry out a plan; raises as the plan does, Superseded when cancelled, NotAvailable when too late."""
+    def _pull(self, plan: ChunkPlan, ref: VersionRef, mode: PullMode) -> Steps[None]:
+        """Carry out a plan, buckets done out; raises as the plan does."""
         self.stats = plan.stats
         self.waiting_since = time.monotonic()
         while not plan.done:
+            yield plan.num_done
             now = time.monotonic()
-            if self._cancelled.is_set():
-                raise Superseded(f"{plan.what}: abandoned for a newer version")
-            if now >= self._deadline:
-                raise NotAvailable(f"{plan.what}: not complete in time, {plan.progress()} from {self.endpoint}")
             plan.tick(now)
             blocked = self._send(plan, ref, mode, now)
             if not self._receive(plan, ref, mode):
                 # Poll for POLLOUT only while a send is refused: on a connected socket it would return at once, always.
-                wait_s = min(plan.next_event(now), self._deadline - now, _POLL_S)
+                wait_s = min(plan.next_event(now), POLL_S)
                 self._socket.poll(int(wait_s * 1000) + 1, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
         self.waiting_since = None
         if plan.stats.repeated_pulls or plan.stats.refused_chunks or plan.stats.refused_buckets:
@@ -211,7 +202,26 @@ class ZmqReceiver:
         return True
 
 
+def receiver(offer: Offer, actor: WeightSource) -> Receiver:
+    """A receiver that pulls, and shares what it pulled with this host if the actor has a share there."""
+    puller = actor.puller = _puller(offer, actor)
+    return puller if actor.share is None else actor.share.around(puller)
+
+
+def _puller(offer: Offer, actor: WeightSource) -> ZmqReceiver:
+    return ZmqReceiver(
+        offer.name, actor.context, pull_token=actor.pull_token, limits=actor.limits_of(offer.name),
+        delta_base=actor.delta_base, parent=offer.parent, memory=actor.memory, key=actor.key,
+    )
+
+
+def _assets(offer: Offer, actor: WeightSource, nbytes: int, digest: bytes) -> Steps[bytes]:
+    puller = actor.puller = _puller(offer, actor)
+    return puller.receive_assets(nbytes, digest)
+
+
 ZMQ = Transport(
     offer=lambda published: Offer("zmq", published.endpoint, published.nbytes, parent=published.parent),
-    receiver=lambda offer, actor: actor.zmq_receiver(offer),
+    receiver=receiver,
+    assets=_assets,
 )

@@ -2,45 +2,40 @@
 
 There is no coordinator. A version is a file, `w.{epoch}.{version}.{root}`, that appears complete by a rename and never
 changes. A `flock`, which the kernel drops when its holder dies, decides which process writes it, so another one takes
-over at once. A process that maps the file digests every bucket, as with any other transport.
+over at once. A process that maps the file digests every bucket, as with any other transport. The directory is held
+shared by every living member (`shm.directory`), and the last one removes it.
 
-    members.lock                    held shared by every living member; held exclusively to remove the directory
-    w.{epoch}.{version}.{root}.lock held by the member that pulls, with its heartbeat inside
+    w.{epoch}.{version}.{root}.lock held by the member that pulls, which touches it while it makes progress
     w.{epoch}.{version}.{root}.tmp  what it writes, then renames
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import itertools
 import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from streamrl.errors import RunLockedError, WeightsError
 from streamrl.messages import InstallSource, Layout, Manifest, VersionRef
 from streamrl.weights.adapter import BASE_REF
-from streamrl.weights.document import HEADER_BYTES, Document, NotAvailable, Superseded
-from streamrl.weights.manifest import document_nbytes
-from streamrl.weights.shm.directory import SHM_ROOT, check_run_id, lock_file, make_private
-from streamrl.weights.shm.writer import DocumentWriter, SpareFile
-from streamrl.weights.transport import Brought, Receiver
+from streamrl.weights.document import HEADER_BYTES, Document
+from streamrl.weights.manifest import bucket_ranges, document_nbytes
+from streamrl.weights.shm.directory import PREFIX, SHM_ROOT, RunDirectory, check_run_id, lock_file, remove_dead
+from streamrl.weights.shm.transport import DocumentWriter, SpareFile, open_plain
+from streamrl.weights.transport import Receiver
 
 log = logging.getLogger(__name__)
 
-MEMBERS = "members.lock"
 KEEP = 2
 """Versions that stay: the newest, and the one before it, which another process may be mapping."""
-HEARTBEAT_S = 0.5
-# Ten heartbeats: a loaded machine delays a few of them without anything being wrong.
-STOPPED_S = 5.0
-"""A puller without a heartbeat for so long is stopped or hung: processes that wait for it pull for themselves."""
+STOPPED_S = 10.0
+"""A puller that made no progress for so long is stopped or hung: processes that wait for it pull for themselves. It
+touches its lock many times a second, but taking room for a large document is one step of seconds."""
 _POLL_S = 0.02
 _NAME = re.compile(r"w\.(\d+)\.(\d+)\.[0-9a-f]{16}")
 
@@ -58,9 +53,10 @@ class HostShare:
 
     def __init__(self, run_id: str, root: Path = SHM_ROOT) -> None:
         check_run_id(run_id)
-        self._root = root
-        self.path = root / f"streamrl.share.{os.getuid()}.{run_id}"
-        self._membership: int | None = None
+        self._root, self._name = root, f"share.{os.getuid()}.{run_id}"
+        self.path = root / f"{PREFIX}{self._name}"
+        self._directory: RunDirectory | None = None
+        # Fetches of a version and of its base join from two threads.
         self._lock = threading.Lock()
         # Set by a failed attempt to join, which is not repeated for each version, and by `close`.
         self._broken = False
@@ -76,22 +72,26 @@ class HostShare:
     def join(self) -> bool:
         """Become a member; False if this host has no shared memory to share."""
         with self._lock:
-            if self._membership is None and not self._broken:
+            if self._directory is None and not self._broken:
                 try:
                     # Here, because no process of a killed run is left to do it.
                     remove_dead(self._root)
-                    self._membership = join(self.path)
+                    self._directory = RunDirectory(self.path, self._name, shared=True)
                 except (OSError, RunLockedError) as error:
                     self._broken = True
                     log.info("weights are not shared on this host: %s", error)
-            return self._membership is not None
+            return self._directory is not None
 
     def close(self) -> None:
         """Leave; the last member removes the directory. May be called twice."""
         with self._lock:
-            fd, self._membership, self._broken = self._membership, None, True
-        if fd is not None:
-            leave(self.path, fd)
+            directory, self._directory, self._broken = self._directory, None, True
+        if directory is not None:
+            directory.release()
+
+    def around(self, puller: Receiver) -> SharedReceiver:
+        """The receiver that pulls at most once on this host."""
+        return SharedReceiver(self, puller)
 
     def document_path(self, manifest: Manifest) -> Path:
         """The path of this version of this run once a member has it."""
@@ -107,19 +107,17 @@ class SharedReceiver:
         self._share, self._puller = share, puller
         self.source = puller.source
 
-    def receive(self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float) -> Brought:
+    def receive(self, manifest: Manifest, layout: Layout) -> Generator[int, None, Document]:
         """Receive as every receiver does; wait while another process of this host pulls the same version."""
-        pull = partial(self._pull, manifest, layout, cancelled=cancelled, deadline=deadline)
         if not self._share.join():
-            return pull()
-        path, began = self._share.document_path(manifest), time.monotonic()
-        watch = Watch(path)
+            return (yield from self._pull(manifest, layout))
+        path, seen, changed_at = self._share.document_path(manifest), 0, time.monotonic()
         while True:
-            if (found := _map(path, manifest, layout, began)) is not None:
+            if (found := _map(path, manifest, layout)) is not None:
                 self.source = InstallSource.SHM
                 return found
             if self._share.full:
-                return pull()
+                return (yield from self._pull(manifest, layout))
             # The lock decides who pulls; no process waits inside the call, so that cancellation is noticed.
             with turn(path) as mine:
                 if mine is not None:
@@ -127,68 +125,69 @@ class SharedReceiver:
                         continue  # written between the look and the lock
                     # Looked at before the pull: a document that fits nowhere should not make the others wait for it.
                     if has_room(path.parent, HEADER_BYTES + document_nbytes(layout)):
-                        with heartbeat(mine):
-                            return self._leave(path, pull())
+                        return self._leave(path, mine, (yield from self._pull(manifest, layout, mine)))
                     self._share.no_room(f"{document_nbytes(layout) >> 20} MiB are too much")
                     continue  # with no other process waiting for us
-            if watch.stopped():
+            if (touched := touched_at(path)) != seen:  # compared with itself alone: by our own clock it is how long ago
+                seen, changed_at = touched, time.monotonic()
+            elif time.monotonic() - changed_at > STOPPED_S:
                 log.warning("the process of this host that pulls version %s hangs: pulling it here, too", manifest.ref)
-                return pull()
-            if cancelled.wait(_POLL_S):
-                raise Superseded(f"version {manifest.ref}: abandoned for a newer version")
-            if time.monotonic() >= deadline:
-                raise NotAvailable(f"version {manifest.ref}: another process of this host did not bring it in time")
+                return (yield from self._pull(manifest, layout))
+            yield 0
+            time.sleep(_POLL_S)
 
-    def _pull(self, manifest: Manifest, layout: Layout, *, cancelled: threading.Event, deadline: float) -> Brought:
-        pulled = self._puller.receive(manifest, layout, cancelled=cancelled, deadline=deadline)
-        self.source = self._puller.source
-        return pulled
+    def _pull(self, manifest: Manifest, layout: Layout, lock: int | None = None) -> Generator[int, None, Document]:
+        """Pull, and show progress on the lock that this process holds meanwhile."""
+        steps = self._puller.receive(manifest, layout)
+        with contextlib.closing(steps):
+            while True:
+                if lock is not None:
+                    os.utime(lock)
+                try:
+                    yield next(steps)
+                except StopIteration as end:
+                    self.source = self._puller.source
+                    return end.value
 
-    def _leave(self, path: Path, pulled: Brought) -> Brought:
+    def _leave(self, path: Path, lock: int, pulled: Document) -> Document:
         """Write what was pulled; from then on the shared pages are used, and the private copy is given back."""
-        document, *seconds = pulled
         try:
-            _write(document, path)
+            _write(pulled, path, lock)
         except OSError as error:
             self._share.no_room(error)
             return pulled
         # After the write, so that an older version stays until a newer one is complete.
         retire(path.parent)
         # The written file is verified again, so that what this process uses is what the others will map.
-        shared = _map(path, document.manifest, document.layout, time.monotonic())
-        return pulled if shared is None else (shared[0], *seconds)
+        return _map(path, pulled.manifest, pulled.layout) or pulled
 
 
-def _write(document: Document, path: Path) -> None:
+def _write(document: Document, path: Path, lock: int) -> None:
     file = SpareFile(path.with_name(f"{path.name}.tmp"), document.nbytes)
     writer = DocumentWriter(file, path, document.manifest.ref, document.layout, lambda done: done.drop())
     try:
-        writer.append(document.view(0, document.nbytes))
+        for start, end in bucket_ranges(document.layout):
+            writer.append(document.view(start, end))
+            os.utime(lock)
         writer.commit()
     except BaseException:
         writer.abort()
         raise
 
 
-def _map(path: Path, manifest: Manifest, layout: Layout, began: float) -> Brought | None:
+def _map(path: Path, manifest: Manifest, layout: Layout) -> Document | None:
     """The verified document in this file, or None; a file with wrong bytes is removed."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+    if not path.exists():
         return None
     try:
-        document = Document.map_open_file(fd, manifest, layout)
-        mapped = time.monotonic()
-        return document.verify(), mapped - began, time.monotonic() - mapped
+        with open(path, "rb", opener=open_plain) as file:
+            return Document.map_open_file(file.fileno(), manifest, layout).verify()
+    except FileNotFoundError:
+        return None
     except (WeightsError, OSError, ValueError) as error:
         log.warning("%s is not version %s and is removed: %s", path, manifest.ref, error)
         path.unlink(missing_ok=True)
         return None
-    finally:
-        os.close(fd)
-
-
-# --- the folder: membership, the right to write a version, and cleanup ---------------------------------------------
 
 
 def has_room(path: Path, nbytes: int) -> bool:
@@ -211,86 +210,12 @@ def turn(path: Path) -> Iterator[int | None]:
             os.close(fd)
 
 
-@contextlib.contextmanager
-def heartbeat(lock: int) -> Iterator[None]:
-    """Count in the lock file while the work goes on: the heartbeat that `Watch` looks for."""
-    done = threading.Event()
-
-    def count() -> None:
-        for number in itertools.count(1):
-            os.pwrite(lock, f"{os.getpid()} {number}".encode(), 0)
-            if done.wait(HEARTBEAT_S):
-                return
-
-    thread = threading.Thread(target=count, name="share", daemon=True)
-    thread.start()
+def touched_at(path: Path) -> int:
+    """When the process that holds this document's lock last showed progress; 0 without a lock."""
     try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-class Watch:
-    """Looks for the heartbeat of the process that holds a lock, by our own clock."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path.with_name(f"{path.name}.lock")
-        self._seen, self._changed_at = b"", time.monotonic()
-
-    def stopped(self) -> bool:
-        with contextlib.suppress(OSError):
-            now = self._path.read_bytes()
-            if now != self._seen:
-                self._seen, self._changed_at = now, time.monotonic()
-        return time.monotonic() - self._changed_at > STOPPED_S
-
-
-def join(path: Path) -> int:
-    """A descriptor that holds shared membership of the directory, made if need be."""
-    while True:
-        with contextlib.suppress(FileNotFoundError):  # its last member is removing it
-            make_private(path)
-            if (fd := lock_file(path / MEMBERS, fcntl.LOCK_SH)) is not None:
-                return fd
-        time.sleep(_POLL_S)
-
-
-def leave(path: Path, fd: int) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pass  # other members remain
-    else:
-        _remove(path)
-    finally:
-        os.close(fd)
-
-
-def _remove(path: Path) -> None:
-    """Remove what members wrote; only with the membership held exclusively."""
-    with contextlib.suppress(OSError):
-        for entry in path.iterdir():
-            if entry.name.startswith("w."):
-                entry.unlink(missing_ok=True)
-        (path / MEMBERS).unlink(missing_ok=True)
-        path.rmdir()
-
-
-def remove_dead(root: Path) -> None:
-    """Remove directories whose members have all died: the lock shows it, not a name or an age."""
-    for path in root.glob(f"streamrl.share.{os.getuid()}.*"):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_uid != os.getuid():
-                continue
-            if not (path / MEMBERS).exists():
-                path.rmdir()  # whose maker died at once; one that lives makes it again
-                continue
-            if (fd := lock_file(path / MEMBERS)) is not None:
-                try:
-                    _remove(path)
-                finally:
-                    os.close(fd)
+        return path.with_name(f"{path.name}.lock").stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def retire(path: Path) -> None:

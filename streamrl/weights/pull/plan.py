@@ -11,10 +11,12 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from streamrl.errors import WeightsError
-from streamrl.messages import Chunk, ChunkStatus, Limits
+from streamrl.messages import Chunk, ChunkStatus, DeltaIndex, Layout, Limits, Manifest
+from streamrl.weights.delta import HEADER_BYTES, INDEX_BUCKET, DeltaError, DeltaUnavailable, max_encoded
 from streamrl.weights.document import NotAvailable, RunningDigest, VersionRetired
 
 
@@ -63,6 +65,11 @@ class ChunkPlan(ABC):
     @property
     @abstractmethod
     def done(self) -> bool: ...
+
+    @property
+    def num_done(self) -> int:
+        """Buckets that are complete and verified."""
+        return 0
 
     @abstractmethod
     def progress(self) -> str:
@@ -175,9 +182,12 @@ class PullPlan(ChunkPlan):
     def done(self) -> bool:
         return not any(self._missing)
 
+    @property
+    def num_done(self) -> int:
+        return self._missing.count(0)
+
     def progress(self) -> str:
-        num_missing = sum(count > 0 for count in self._missing)
-        return f"{len(self._buckets) - num_missing} of {len(self._buckets)} buckets verified"
+        return f"{self.num_done} of {len(self._buckets)} buckets verified"
 
     def _store(self, ask: Ask, chunk: Chunk, payload: memoryview) -> None:
         self.verify_s += self._running[ask.bucket].copy(ask.offset, payload)
@@ -198,3 +208,58 @@ class PullPlan(ChunkPlan):
                 f"manifest says {self._digests[index].hex()[:8]}",
             )
             self._want(index)
+
+
+# At most 27 bytes per bucket in MessagePack: enough for the 2^20 buckets that a DeltaIndex may have.
+MAX_INDEX_BYTES = 64 << 20
+_DECODER = msgspec.msgpack.Decoder(DeltaIndex)
+
+
+class IndexPlan(ChunkPlan):
+    """Reads a delta's index piece by piece, because its size comes with its first chunk."""
+
+    def __init__(self, limits: Limits, *, what: str, now: float) -> None:
+        super().__init__(limits, what=what, now=now)
+        # Any total above 0: the real one comes with the first chunk.
+        self._data, self._total = bytearray(), 1
+        # One chunk at a time: later offsets are unknown before the total is.
+        self._waiting.append(Ask(INDEX_BUCKET, 0, limits.chunk_bytes))
+
+    @property
+    def done(self) -> bool:
+        return len(self._data) >= self._total
+
+    def progress(self) -> str:
+        return f"{len(self._data)} bytes of the index read"
+
+    def _retired(self) -> NotAvailable:
+        return DeltaUnavailable(f"{self.what}: the hub serves none, the full version is smaller")
+
+    def _fits(self, ask: Ask, chunk: Chunk, payload: memoryview) -> bool:
+        # An empty chunk would be asked for again forever, and the total decides how much memory is taken.
+        return 0 < len(payload) <= ask.length and chunk.total <= MAX_INDEX_BYTES
+
+    def _store(self, ask: Ask, chunk: Chunk, payload: memoryview) -> None:
+        self._data += payload
+        self._total = chunk.total
+        if not self.done:
+            self._waiting.append(Ask(INDEX_BUCKET, len(self._data), self._limits.chunk_bytes))
+
+    def index(self, base: Manifest, layout: Layout) -> DeltaIndex:
+        """The index that was read; DeltaError if it is malformed, for another base, or larger than a delta may be."""
+        try:
+            index = _DECODER.decode(self._data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise DeltaError(f"{self.what}: the index is malformed: {error}") from error
+        # The root too: equal numbers alone do not prove that both sides hold the same bytes.
+        if (index.parent, index.parent_root) != (base.ref, base.root):
+            raise DeltaError(
+                f"{self.what}: wrong base: it starts from version {index.parent} with root "
+                f"{index.parent_root.hex()[:8]}, this side holds {base.ref} with {base.root.hex()[:8]}"
+            )
+        sizes = layout.bucket_bytes
+        if len(index.nbytes) != len(sizes) or len(index.digests) != len(sizes):
+            raise DeltaError(f"{self.what}: {len(index.nbytes)} encoded buckets for {len(sizes)}")
+        if any(not HEADER_BYTES <= got <= max_encoded(size) for got, size in zip(index.nbytes, sizes, strict=True)):
+            raise DeltaError(f"{self.what}: an encoded bucket is larger than any encoding of it, or not even a header")
+        return index

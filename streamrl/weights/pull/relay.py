@@ -34,7 +34,7 @@ from streamrl.weights.document import Document
 from streamrl.weights.manifest import same_weights
 from streamrl.weights.pull.chunk_server import MAX_PULL_BYTES, ChunkSocket
 from streamrl.weights.pull.relay_chunks import InFlightVersions, RelayChunks
-from streamrl.weights.source import WeightSource
+from streamrl.weights.transport import WeightSource
 
 log = logging.getLogger("streamrl.weights.pull.relay")
 

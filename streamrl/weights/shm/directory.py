@@ -2,7 +2,8 @@
 
 Shared memory outlives processes, so every such directory has an owner: the process that holds an exclusive `flock` on
 `owner.lock` inside it. The kernel drops that lock when the owner dies, whatever killed it, and a process that gets it
-may clean up; no name, age or process number is ever taken as proof. Nothing is removed without the lock.
+may clean up; no name, age or process number is ever taken as proof. Nothing is removed without the lock. The cache of
+a host has many owners at once: they hold the lock shared, and the last one gets it exclusively.
 
     RunDirectory     the publisher: takes the lock, removes what a dead owner left, and everything at its end
     remove_run_dir   the hub or a new learner, when the publisher has died: removes everything
@@ -28,7 +29,7 @@ SHM_ROOT = Path("/dev/shm")
 PREFIX = "streamrl-"
 LOCK_NAME = "owner.lock"
 SPARE_NAME = "w.spare.tmp"
-_DOCUMENT = re.compile(r"w\.(\d+\.\d+(\.tmp)?|spare\.tmp)")
+_DOCUMENT = re.compile(r"w\.(\d+\.\d+(\.[0-9a-f]{16})?(\.tmp|\.lock)?|spare\.tmp)")
 _POLL_S = 0.02
 
 
@@ -52,15 +53,17 @@ class RunDirectory:
     Args:
         run_id: written into the lock file; a directory of another run is refused.
         wait_s: for a predecessor to die or to be cleaned up.
+        shared: with other owners, whose documents stay.
     Raises:
         RunLockedError: a living process owns it, or it belongs to another run.
     """
 
-    def __init__(self, path: str | Path, run_id: str, *, wait_s: float = 5.0) -> None:
+    def __init__(self, path: str | Path, run_id: str, *, wait_s: float = 5.0, shared: bool = False) -> None:
         self.path = Path(path)
+        how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         deadline = time.monotonic() + wait_s
         # Polled, because a blocking flock knows no time-out.
-        while (fd := _try_lock(self.path, run_id, create=True)) is None:
+        while (fd := _try_lock(self.path, run_id, how, create=True)) is None:
             if time.monotonic() > deadline:
                 raise RunLockedError(
                     f"{self.path} is owned by a living process after {wait_s:g} s: "
@@ -68,15 +71,20 @@ class RunDirectory:
                 )
             time.sleep(_POLL_S)
         self._fd: int | None = fd
-        # Owned now, so whatever lies here belongs to a predecessor that has died.
-        _remove_documents(self.path)
+        if not shared:  # owned alone, so whatever lies here belongs to a predecessor that has died
+            _remove_documents(self.path)
 
     def release(self) -> None:
-        """Remove every document, the lock and the directory; may be called twice."""
-        if self._fd is None:
+        """Remove every document, the lock and the directory, unless there are other owners; may be called twice."""
+        fd, self._fd = self._fd, None
+        if fd is None:
             return
-        _remove_locked(self.path, self._fd)
-        self._fd = None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+        else:
+            _remove_locked(self.path, fd)
 
 
 def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0) -> bool:
@@ -84,7 +92,7 @@ def remove_run_dir(path: str | Path, run_id: str, *, wait_s: float = 0.0) -> boo
     path = Path(path)
     deadline = time.monotonic() + wait_s
     while path.exists():
-        fd = _try_lock(path, run_id, create=False)
+        fd = _try_lock(path, run_id, fcntl.LOCK_EX, create=False)
         if fd is not None:
             _remove_locked(path, fd)
             return not path.exists()
@@ -134,12 +142,12 @@ def lock_file(path: Path, how: int = fcntl.LOCK_EX, *, create: bool = True) -> i
     return None
 
 
-def _try_lock(path: Path, run_id: str, *, create: bool) -> int | None:
+def _try_lock(path: Path, run_id: str, how: int, *, create: bool) -> int | None:
     """A descriptor that owns the directory; None while another process does or, without `create`, if none ever did."""
     try:
         if create:
             make_private(path)
-        fd = lock_file(path / LOCK_NAME, create=create)
+        fd = lock_file(path / LOCK_NAME, how, create=create)
     except FileNotFoundError:
         return None
     if fd is None:

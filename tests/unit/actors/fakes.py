@@ -43,7 +43,7 @@ from streamrl.messages import (
 from streamrl.transport.session import Deliver, LinkClosed, Progress
 from streamrl.weights.document import Document
 from streamrl.weights.manifest import bucket_digest, document_nbytes, make_layout, make_manifest
-from streamrl.weights.source import Fetched
+from streamrl.weights.transport import FetchedVersion
 from tests.fakes.scripted_engine import ScriptedEngine
 
 torch.set_num_threads(1)
@@ -265,8 +265,8 @@ class Weights:
             start += nbytes
         return make_manifest(self.layout, ref, None, digests)
 
-    def fetch(self, manifest: Manifest, offers: Any, layout: Layout, **_: Any) -> Fetched:
-        return Fetched(Document(self.body, manifest, layout).verify(), InstallSource.SHM, 0.0, 0.0)
+    def fetch(self, manifest: Manifest, offers: Any, layout: Layout, **_: Any) -> FetchedVersion:
+        return FetchedVersion(Document(self.body, manifest, layout).verify(), InstallSource.SHM, 0.0, 0.0)
 
 
 class Actor:

@@ -15,7 +15,7 @@ from streamrl.messages import Base, InstallSource
 from streamrl.messages.codec import unpack_logprobs
 from streamrl.weights.adapter import BASE_REF, DOWN, UP, merged
 from streamrl.weights.document import Document
-from streamrl.weights.source import Fetched
+from streamrl.weights.transport import FetchedVersion
 from tests.unit.actors.fakes import V1, V2, Weights, run
 from tests.unit.actors.test_probe import IDS, START, ProbedWeights, plain_copy
 from tests.unit.actors.test_worker import TOKENIZER, tiny_engine
@@ -51,7 +51,7 @@ class Hub:
     def fetch(self, manifest, offers, layout, **_):
         self.fetched.append(manifest.ref)
         body = self.base.body if manifest.ref == BASE_REF else self.adapters[manifest.ref].body
-        return Fetched(Document(body, manifest, layout).verify(), InstallSource.SHM, 0.0, 0.0)
+        return FetchedVersion(Document(body, manifest, layout).verify(), InstallSource.SHM, 0.0, 0.0)
 
     async def announces(self, installer, ref):
         weights = self.adapters[ref]

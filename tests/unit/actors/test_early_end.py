@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from actors.runtime import RuntimeHandle, has_processes
-from actors.weights.hold import VersionHold
+from actors.weights.updater import VersionPin
 from streamrl.config.load import load_config, to_plain
 from streamrl.parent_watch import program
 from tests.flow.processes import wait_until
@@ -70,7 +70,7 @@ def test_an_actor_in_its_imports_ends_at_sigterm(tmp_path, python_env):
 @pytest.mark.parametrize("num_open", [0, 2])
 def test_only_a_version_that_answers_wait_for_is_said_to_wait(num_open: int, caplog: pytest.LogCaptureFixture):
     async def work() -> None:
-        hold = VersionHold()
+        hold = VersionPin()
         leases = [lease(number, keep_s=60.0, num_after=1) for number in range(num_open or 1)]
         for one in leases:
             hold.begin(one)

@@ -12,8 +12,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from actors.engines.native.engine import NativeEngine
 from actors.env_calls.executor import MAX_ABANDONED
 from actors.leases import RunningLeases
-from actors.weights.hold import GRACE_S
 from actors.weights.installer import InstallState
+from actors.weights.updater import GRACE_S
 from actors.worker import EXIT_ENGINE_HUNG, EXIT_RESTART
 from streamrl.environment import Step
 from streamrl.errors import EngineError

@@ -56,7 +56,7 @@ from streamrl.stream.records import Evaluated, GroupArrived
 from streamrl.stream.segments import read_records, segments
 from streamrl.stream.writer import LogWriter
 from streamrl.weights.document import VersionRetired
-from streamrl.weights.source import WeightSource
+from streamrl.weights.transport import WeightSource
 from tests.flow.processes import free_port
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 from tests.unit.config.test_setting_effects_ledger import joined, ledger_of

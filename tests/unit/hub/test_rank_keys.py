@@ -11,8 +11,7 @@ from learner.hub_client.endpoint import RankDoor, RankEndpoint, spans_machines
 from learner.hub_client.link import HubLink
 from streamrl.config.addresses import in_url
 from streamrl.errors import StreamrlError
-from streamrl.transport.keys import KeyPair
-from streamrl.transport.rank_keys import VARIABLE, RankKeys
+from streamrl.transport.keys import VARIABLE, KeyPair, RankKeys
 from tests.unit.config.setting_harness import LiveHub, config_of
 
 

@@ -1,4 +1,4 @@
-"""What a learner does beside training: versions and checkpoints are written from a copy, then announced."""
+"""Work of a learner in the background: versions and checkpoints are written from a copy, then announced."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def shm(tmp_path):
         yield publisher
 
 
-def publishing(weight, shm, link, *, beside, fence=lambda: None) -> Publishing:
+def publishing(weight, shm, link, *, background, fence=lambda: None) -> Publishing:
     publisher = Publisher([("w", weight)], wire_dtype=torch.float32, bucket_bytes=64, shm=shm, fence=fence)
-    return Publishing(publisher, link, ALONE, beside=beside)
+    return Publishing(publisher, link, ALONE, background=background)
 
 
 def numbers(link: FakeLink, layout) -> list[list[float]]:
@@ -95,7 +95,7 @@ def test_a_version_written_beside_training_holds_the_weights_of_its_step(wish, t
     beside = background_of(config_of(f"publish.beside_training={wish}").publish.beside_training, ALONE, "publish")
     assert (beside is not None) == trains_on  # auto: this is a CPU
     weight, link = torch.nn.Parameter(torch.zeros(50)), FakeLink()
-    one = publishing(weight, shm, link, beside=beside, fence=gate)
+    one = publishing(weight, shm, link, background=beside, fence=gate)
     one.stage(VersionRef(1, 0), None)
     assert one.settle() == VersionRef(1, 0) and len(link.published) == 1  # the first is waited for
 
@@ -130,7 +130,7 @@ def test_a_version_that_fails_beside_training_is_skipped_and_the_next_one_comes(
             raise WeightsError("no room")
 
     link, beside = FakeLink(), Background(ALONE, "publish")
-    one = publishing(torch.nn.Parameter(torch.zeros(3)), shm, link, beside=beside, fence=fence)
+    one = publishing(torch.nn.Parameter(torch.zeros(3)), shm, link, background=beside, fence=fence)
     for version in range(3):
         one.stage(VersionRef(1, version), None)
         if version == 1:
@@ -155,11 +155,11 @@ def test_without_memory_for_a_copy_versions_are_written_while_training_waits(shm
 
     monkeypatch.setattr(publisher_module, "_copied", fake_allocator_with_room_for_one_copy)
     weight, link = torch.nn.Parameter(torch.zeros(3)), FakeLink()
-    one = publishing(weight, shm, link, beside=Background(ALONE, "publish"))
+    one = publishing(weight, shm, link, background=Background(ALONE, "publish"))
     beside = []
     for version in range(4):
         one.stage(VersionRef(1, version), None)
-        beside.append(one.beside)
+        beside.append(one.in_background)
         assert one.settle() == VersionRef(1, version)
         with torch.no_grad():
             weight.add_(1.0)

@@ -22,7 +22,7 @@ from streamrl.config.addresses import reach_directly
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.transport import sockets
 from streamrl.transport.control import ControlServer, ask, note
-from streamrl.weights.source import reachable
+from streamrl.weights.transport import reachable
 from tests.fakes.service import in_thread
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 

@@ -18,7 +18,7 @@ from streamrl.transport.keys import ActorKey, KeyDirectory, read_actor_key
 from streamrl.transport.session import ActorSession
 from streamrl.transport.sockets import actor_dealer
 from streamrl.weights.pull.relay import Relay
-from streamrl.weights.source import WeightSource
+from streamrl.weights.transport import WeightSource
 from tests.unit.config.setting_harness import LiveHub, Peer, config_of, tiny_model
 
 pytestmark = pytest.mark.timeout(60)

@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.transport.keys import KeyDirectory, KeyPair, actor_key, may_be, read_actor_key, split_endpoint, with_key
-from streamrl.transport.keys_command import join_words, keys
+from streamrl.transport.keys import (
+    KeyDirectory,
+    KeyPair,
+    actor_key,
+    join_words,
+    keys,
+    may_be,
+    read_actor_key,
+    split_endpoint,
+    with_key,
+)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from streamrl.messages.printable import PrintableFormatter, printable, printable_lines
-from streamrl.transport.log_limit import MAX_CHARS, LogLimit
+from streamrl.transport.peers import MAX_CHARS, LogLimit
 
 log = logging.getLogger("streamrl.test_log_limit")
 

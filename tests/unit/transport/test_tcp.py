@@ -15,8 +15,8 @@ from learner.ranks.mesh import Ranks
 from streamrl.errors import StreamrlError
 from streamrl.messages import RANK_TO_HUB, RankBeat
 from streamrl.messages.codec import Decoder
-from streamrl.transport.rank_keys import RankKeys
-from streamrl.transport.tcp import RTO_MAX_MS, retry_soon
+from streamrl.transport.keys import RankKeys
+from streamrl.transport.peers import RTO_MAX_MS, retry_soon
 from tests.flow.processes import wait_until
 
 

@@ -13,15 +13,15 @@ import torch
 import zmq
 
 from streamrl.errors import WeightsError
-from streamrl.messages import InstallSource, Layout, Manifest, NcclState, NcclTicket, Offer, VersionRef
-from streamrl.weights.gpu.broadcast import Broadcaster
-from streamrl.weights.gpu.broadcast_member import BroadcastMember, BroadcastReceiver
+from streamrl.messages import Layout, Manifest, NcclTicket, Offer, VersionRef
+from streamrl.weights.gpu.broadcast import Broadcaster, BroadcastMember, BroadcastReceiver
 from streamrl.weights.gpu.device_document import DeviceDocument
 from streamrl.weights.gpu.ipc import IpcBufferReader, IpcBufferReceiver, IpcBufferServer
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, document_nbytes, make_manifest
 from tests.fakes.communicator import FakeLibrary
 from tests.fakes.device_memory import FakeDeviceMemory
 from tests.unit.weights.fold_reference import fold128_numpy
+from tests.unit.weights.host_wires import ReceivingWire
 
 torch.set_num_threads(1)
 
@@ -46,12 +46,11 @@ class Memory:
         out[: end - start].numpy()[:] = np.frombuffer(bytes(self.body[start:end]), dtype=np.uint8)
 
 
-class Shelf:
+class Shelf(ReceivingWire):
     """What both wires share: the newest two documents."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.source: InstallSource | None = None
         self.patience_s = 12.0
         self.documents: dict[VersionRef, Memory] = {}
         self._newest: VersionRef | None = None
@@ -81,36 +80,23 @@ class FakeBroadcastWire(Shelf):
         super().__init__(layout)
         self._root_library, self._members_library = FakeLibrary(), FakeLibrary()
         self._broadcaster = Broadcaster(self._root_library, "cpu")
-        self._epoch, self._formed = 0, False
-        self._sent: set[VersionRef] = set()
-        self._ticket: NcclTicket | None = None
+        self._epoch = 0
+        self._ticket: NcclTicket | None = None  # of the present epoch, which has brought this version last
+        self._last = VersionRef(0, 0)
         self._thread: threading.Thread | None = None
         self._member = self._new_member()
 
     def _new_member(self) -> BroadcastMember:
-        return BroadcastMember(self._members_library, "cpu", self._reported)
-
-    def _reported(self, state: NcclState) -> None:
-        self._formed = state.formed == self._epoch
-
-    def _invitation(self) -> NcclTicket:
-        if not self._formed or self._ticket is None:
-            self._epoch += 1
-            self._sent = set()
-            unique_id = self._broadcaster.name()
-            self._ticket = NcclTicket(self._epoch, unique_id, 2, 1, 20.0, 5.0)
-            self._broadcaster.stop()
-        return self._ticket
+        return BroadcastMember(self._members_library, "cpu", lambda state: None)
 
     def _serve(self, ref: VersionRef, ticket: NcclTicket, form: bool) -> None:
         try:
             if form:
                 self._broadcaster.form(ticket.epoch, 2, ticket.unique_id, 20.0)
             if ref in self.documents:
-                self._sent.add(ref)
                 self._broadcaster.send(ref, self.documents[ref], deadline_s=5.0)
         except WeightsError:
-            self._formed = False
+            self._ticket = None
             self._broadcaster.close()
 
     def receive(
@@ -119,31 +105,28 @@ class FakeBroadcastWire(Shelf):
     ) -> DeviceDocument:
         if self._thread is not None:  # the hub sends one version after the other
             self._thread.join()
-        form = not self._formed
-        ticket = self._invitation()
-        if form or manifest.ref not in self._sent:
+        ticket, form = self._ticket, False
+        if ticket is None or manifest.ref < self._last:
+            self._epoch, form = self._epoch + 1, True
+            ticket = self._ticket = NcclTicket(self._epoch, self._broadcaster.name(), 2, 1, 20.0, 5.0)
+        if form or manifest.ref != self._last:
             self._thread = threading.Thread(target=self._serve, args=(manifest.ref, ticket, form), daemon=True)
             self._thread.start()
+        self._last = manifest.ref
         offer = Offer("nccl", "", document_nbytes(self.layout), manifest=manifest, nccl=ticket)
-        receiver = BroadcastReceiver(offer, self._member)
         try:
-            document, _, _ = receiver.receive(
-                manifest, layout or self.layout, cancelled=cancelled or threading.Event(),
-                deadline=time.monotonic() + deadline_s,
-            )
+            return self._received(BroadcastReceiver(offer, self._member), manifest, layout, cancelled, deadline_s)
         except WeightsError:
             if cancelled is None:
                 self._broadcaster.stop()
-                self._formed = False
+                self._ticket = None
             raise
-        self.source = receiver.source
-        return document
 
     def join(self) -> None:
         if self._thread is not None:
             self._thread.join()
         self._member.close()
-        self._member, self._formed = self._new_member(), False
+        self._member, self._ticket = self._new_member(), None
 
     def midway(self, action: Callable[[], None]) -> None:
         count = [0]
@@ -215,12 +198,7 @@ class FakeSlotWire(Shelf):
             self._restart()
             self._pass_on(manifest.ref)
         receiver = IpcBufferReceiver(self.offer(manifest), self.reader)
-        document, _, _ = receiver.receive(
-            manifest, layout or self.layout, cancelled=cancelled or threading.Event(),
-            deadline=time.monotonic() + deadline_s,
-        )
-        self.source = receiver.source
-        return document
+        return self._received(receiver, manifest, layout, cancelled, deadline_s)
 
     def _restart(self) -> None:
         self.server.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from streamrl.weights.gpu.fold128 import pack
+from streamrl.weights.gpu.device_document import pack
 
 
 def fold128_numpy(data: bytes | bytearray | memoryview | np.ndarray) -> bytes:

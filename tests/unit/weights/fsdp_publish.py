@@ -11,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 
 import learner.publish.publisher as publisher_module
 from learner.model.policy import policy_tensors
-from learner.publish import rows
 from learner.publish.publisher import Publisher
 from learner.ranks.mesh import Mesh, Ranks
 from streamrl.errors import WeightsError
@@ -48,7 +47,7 @@ def publish_all(model: torch.nn.Module, folder: Path, ranks: Ranks, *, way: str)
     beside = ranks.background_group()
     for version in range(3):
         if version == 2 and way == "broken" and ranks.rank == 1:
-            rows.SharedFile.write = no_room
+            publisher_module.SharedFile.write = no_room
         elif version == 2 and way != "broken" and shm is not None:
             shm.close()  # rank 0 can write no more: the others must get through their part all the same
         ref = VersionRef(1, version)

@@ -11,27 +11,42 @@ import msgspec
 import xxhash
 import zmq
 
-from streamrl.messages import Chunk, Layout, Limits, Manifest, Offer, VersionRef
-from streamrl.weights.delta.pull import DeltaBase
+from streamrl.messages import Chunk, InstallSource, Layout, Limits, Manifest, Offer, VersionRef
+from streamrl.weights.delta import DeltaBase
 from streamrl.weights.document import HEADER_BYTES, Document
 from streamrl.weights.manifest import bucket_digest, bucket_ranges, make_manifest
 from streamrl.weights.pull.chunk_server import ChunkServer
 from streamrl.weights.pull.client import ZmqReceiver
-from streamrl.weights.pull.host_cache import HostShare, SharedReceiver
+from streamrl.weights.pull.host_cache import HostShare
 from streamrl.weights.shm.transport import ShmPublisher, ShmReceiver, shm_offer
-from streamrl.weights.source import Receiver
+from streamrl.weights.transport import Receiver, receive
 from tests.unit.weights.conftest import TOKEN, WeightRouter
 
 LIMITS = Limits(chunk_bytes=64, pull_window=4, chunk_timeout_s=0.1)
 
 
-class HostWire:
+class ReceivingWire:
+    """The fetch of every wire, with whatever receiver it has."""
+
+    layout: Layout
+    source: InstallSource | None = None
+
+    def _received(self, receiver: Receiver, manifest, layout, cancelled, deadline_s):
+        fetched = receive(
+            receiver, manifest, layout or self.layout, cancelled=cancelled or threading.Event(),
+            deadline=time.monotonic() + deadline_s,
+        )
+        self.source = fetched.source
+        return fetched.document
+
+
+class HostWire(ReceivingWire):
     """Documents in shared memory, as both transports of a host have them."""
 
     patience_s = 1.0
 
     def __init__(self, layout: Layout, folder: Path) -> None:
-        self.layout, self.source = layout, None
+        self.layout = layout
         self._shm = ShmPublisher(folder / "documents", "conformance")
         self._parent: VersionRef | None = None
         self._action: Callable[[], None] | None = None
@@ -85,11 +100,7 @@ class ShmWire(HostWire):
         path = self._shm.directory / f"w.{manifest.ref.learner_epoch}.{manifest.ref.version}"
         offer = shm_offer(path) if path.exists() else Offer("shm", str(path), 1, bytes(16))
         cancelled = ActingEvent(cancelled or threading.Event(), self._act)
-        parts = ShmReceiver(offer).receive(
-            manifest, layout or self.layout, cancelled=cancelled, deadline=time.monotonic() + deadline_s
-        )
-        self.source = ShmReceiver.source
-        return parts[0]
+        return self._received(ShmReceiver(offer), manifest, layout, cancelled, deadline_s)
 
     def flip(self, offset: int) -> None:
         assert self._newest is not None
@@ -127,14 +138,10 @@ class ZmqWire(HostWire):
             self._router.endpoint, self._context, pull_token=TOKEN, limits=LIMITS, delta_base=self.delta_base,
             parent=self.server.deltas.parent_of(manifest.ref),
         )
-        receiver = self._at_the_actor(puller)
-        parts = receiver.receive(
-            manifest, layout or self.layout, cancelled=cancelled or threading.Event(),
-            deadline=time.monotonic() + deadline_s,
-        )
-        self.source, self.moved_bytes = receiver.source, puller.moved_bytes
-        self.delta_base.keep(parts[0])
-        return parts[0]
+        document = self._received(self._at_the_actor(puller), manifest, layout, cancelled, deadline_s)
+        self.moved_bytes = puller.moved_bytes
+        self.delta_base.keep(document)
+        return document
 
     def _at_the_actor(self, puller: ZmqReceiver) -> Receiver:
         return puller
@@ -185,7 +192,7 @@ class ShareWire(ZmqWire):
         self._members = [HostShare("conformance", self._root)]
 
     def _at_the_actor(self, puller: ZmqReceiver) -> Receiver:
-        return SharedReceiver(self._members[-1], puller)
+        return self._members[-1].around(puller)
 
     def join(self) -> None:
         super().join()

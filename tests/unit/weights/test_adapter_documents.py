@@ -11,7 +11,7 @@ from streamrl.weights.adapter import BASE_REF, DOWN, UP, adapted_layers, merged,
 from streamrl.weights.manifest import make_layout, make_manifest
 from streamrl.weights.pull.chunk_server import ChunkServer
 from streamrl.weights.shm.transport import shm_offer
-from streamrl.weights.source import WeightSource
+from streamrl.weights.transport import WeightSource
 from tests.unit.weights.conftest import TOKEN, random_bytes
 
 ADAPTER = make_layout([("up" + DOWN, "float32", (2, 41)), ("up" + UP, "float32", (7, 2))], 100)

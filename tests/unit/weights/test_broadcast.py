@@ -17,14 +17,22 @@ import pytest
 import torch
 
 from streamrl.errors import ConfigError, WeightsError
-from streamrl.messages import Layout, Manifest, NcclState, NcclTicket, VersionRef
-from streamrl.weights.document import NotAvailable, Superseded
-from streamrl.weights.gpu import broadcast_member, communicator
-from streamrl.weights.gpu.broadcast import Broadcaster
-from streamrl.weights.gpu.broadcast_member import BroadcastMember
-from streamrl.weights.gpu.communicator import CommunicatorError, CommunicatorStuck, GuardedCommunicator, Threads
-from streamrl.weights.gpu.nccl import CupyCommunicator, CupyNccl, named_errors
+from streamrl.messages import Layout, NcclState, NcclTicket, Offer, VersionRef
+from streamrl.weights.document import NotAvailable
+from streamrl.weights.gpu import broadcast as broadcast_module
+from streamrl.weights.gpu import nccl
+from streamrl.weights.gpu.broadcast import Broadcaster, BroadcastMember, BroadcastReceiver
+from streamrl.weights.gpu.nccl import (
+    CommunicatorError,
+    CommunicatorStuck,
+    CupyCommunicator,
+    CupyNccl,
+    GuardedCommunicator,
+    Threads,
+    named_errors,
+)
 from streamrl.weights.manifest import document_nbytes
+from streamrl.weights.transport import receive
 from tests.fakes.communicator import FakeLibrary
 from tests.unit.weights.conftest import random_bytes
 from tests.unit.weights.device_wires import Memory, device_manifest
@@ -54,7 +62,7 @@ class States:
 class Group:
     """A broadcaster and members in threads; the test is the hub."""
 
-    def __init__(self, layout: Layout, num_members: int) -> None:
+    def __init__(self, layout: Layout, num_members: int = 2) -> None:
         self.layout, self.library = layout, FakeLibrary()
         self.sender = Broadcaster(self.library, "cpu")
         self.libraries = [FakeLibrary() for _ in range(num_members)]
@@ -63,28 +71,38 @@ class Group:
             BroadcastMember(library, "cpu", states)
             for library, states in zip(self.libraries, self.states, strict=True)
         ]
-        self.documents: dict[VersionRef, tuple[Manifest, bytes]] = {}
+        self.offers: dict[VersionRef, list[Offer]] = {}
+        self.bodies: dict[VersionRef, bytes] = {}
 
-    def document(self, version: int) -> tuple[VersionRef, Manifest, bytes]:
-        ref, body = VersionRef(1, version), random_bytes(document_nbytes(self.layout), version)
-        self.documents[ref] = (device_manifest(self.layout, ref, None, body), body)
-        return ref, *self.documents[ref]
+    def invite(self, epoch: int, unique_id: bytes, version: int = 1, *, deadline_s: float = 20.0) -> VersionRef:
+        """Announce a version by this epoch to every member."""
+        ref, world = VersionRef(1, version), len(self.members) + 1
+        self.bodies[ref] = random_bytes(document_nbytes(self.layout), version)
+        manifest = device_manifest(self.layout, ref, None, self.bodies[ref])
+        tickets = [NcclTicket(epoch, unique_id, world, rank, deadline_s, deadline_s) for rank in range(1, world)]
+        self.offers[ref] = [Offer("nccl", "", 0, manifest=manifest, nccl=ticket) for ticket in tickets]
+        for member, ticket in zip(self.members, tickets, strict=True):
+            member.invite(manifest, self.layout, ticket)
+        return ref
 
-    def invite(self, epoch: int, ref: VersionRef, unique_id: bytes, *, deadline_s: float = 20.0) -> None:
-        world = len(self.members) + 1
-        for rank, member in enumerate(self.members, start=1):
-            ticket = NcclTicket(epoch, unique_id, world, rank, deadline_s, deadline_s)
-            member.invite(self.documents[ref][0], self.layout, ticket)
-
-    def form(self, epoch: int, ref: VersionRef) -> None:
+    def form(self, epoch: int, version: int = 1) -> VersionRef:
         unique_id = self.sender.name()
-        self.invite(epoch, ref, unique_id)
+        ref = self.invite(epoch, unique_id, version)
         self.sender.form(epoch, len(self.members) + 1, unique_id, 20.0)
         for states in self.states:
             states.wait(lambda state: state.formed == epoch)
+        return ref
 
     def send(self, ref: VersionRef, deadline_s: float = 20.0) -> None:
-        self.sender.send(ref, Memory(self.layout, self.documents[ref][1]), deadline_s=deadline_s)
+        self.sender.send(ref, Memory(self.layout, self.bodies[ref]), deadline_s=deadline_s)
+
+    def receive(self, place: int, ref: VersionRef) -> bytes:
+        offer = self.offers[ref][place]
+        fetched = receive(
+            BroadcastReceiver(offer, self.members[place]), offer.manifest, self.layout, cancelled=threading.Event(),
+            deadline=time.monotonic() + 30.0,
+        )
+        return fetched.document._buffer.numpy().tobytes()
 
     def close(self) -> None:
         self.sender.stop()
@@ -95,72 +113,71 @@ class Group:
 
 @pytest.fixture
 def group(layout) -> Iterator[Group]:
-    one = Group(layout, 2)
+    one = Group(layout)
     yield one
     one.close()
 
 
-def receive(member: BroadcastMember, ref: VersionRef, seconds: float = 30.0, cancelled: threading.Event | None = None):
-    deadline = time.monotonic() + seconds
-    return member.wait_for(ref, cancelled=cancelled or threading.Event(), deadline=deadline)
-
-
-def test_an_unwanted_version_is_received_all_the_same(group):
+def test_an_unwanted_version_is_received_all_the_same_and_the_next_one_by_the_same_epoch(group):
     """A member whose installer looks the other way must not hold up the rest."""
-    ref, _, body = group.document(1)
-    group.form(1, ref)
-    group.send(ref)
+    first = group.form(1)
+    group.send(first)
+    assert group.receive(1, first) == group.bodies[first]
 
-    cancelled = threading.Event()
-    cancelled.set()
-    with pytest.raises(Superseded):
-        receive(group.members[0], ref, cancelled=cancelled)
-    assert receive(group.members[1], ref).body.numpy().tobytes() == body
-    later, _, body = group.document(2)
-    group.invite(1, later, b"the same epoch")
-    group.send(later)
-    assert receive(group.members[0], later).body.numpy().tobytes() == body
-
-
-def test_a_version_skipped_by_the_broadcaster_is_known_from_the_header(group):
-    first, _, _ = group.document(1)
-    second, _, body = group.document(2)
-    group.form(1, first)
-    group.invite(1, second, b"")
+    second = group.invite(1, b"not asked for again", 2)
+    assert group.receive(1, first) == group.bodies[first], "until another has come the last one is kept"
     group.send(second)
+    for place in (0, 1):
+        assert group.receive(place, second) == group.bodies[second]
+        with pytest.raises(NotAvailable, match="its epoch has ended"):
+            group.receive(place, first)
+    assert [[state.formed for state in states.seen] for states in group.states] == [[0, 1]] * 2, "formed once"
+    assert [member.threads.num_abandoned for member in group.members] == [0, 0]
 
-    assert receive(group.members[0], second).body.numpy().tobytes() == body
-    with pytest.raises(NotAvailable):
-        receive(group.members[0], first)
+
+def test_an_epoch_that_failed_on_a_rank_is_not_joined_again(group):
+    ref = group.form(1)
+    group.members[0].uninvite(ref)
+    group.states[0].wait(lambda state: state.failed == 1)
+    later = group.invite(1, b"no group has this name", 2)
+    with pytest.raises(NotAvailable, match="failed here before"):
+        group.receive(0, later)
+
+    third = group.form(2, 3)
+    group.send(third)
+    assert [group.receive(place, third) for place in (0, 1)] == [group.bodies[third]] * 2
+
+
+def test_a_broadcast_of_another_version_than_the_one_announced_is_refused(group):
+    ref = group.form(1)
+    group.bodies[VersionRef(1, 9)] = group.bodies[ref]
+    with pytest.raises(CommunicatorError):
+        group.send(VersionRef(1, 9), deadline_s=0.5)
+    with pytest.raises(WeightsError, match="version 1:9 was broadcast, 1:1 was announced"):
+        group.receive(0, ref)
 
 
 def test_a_newer_epoch_frees_a_member_from_one_that_hangs(group):
-    ref, _, body = group.document(1)
-    group.form(1, ref)  # and now the broadcaster says nothing
-
-    unique_id = group.sender.name()
-    group.invite(2, ref, unique_id)
-    group.sender.form(2, 3, unique_id, 20.0)
+    group.form(1)  # and now the broadcaster says nothing
+    ref = group.form(2, 2)
     group.send(ref)
 
-    assert all(receive(member, ref).body.numpy().tobytes() == body for member in group.members)
+    assert [group.receive(place, ref) for place in (0, 1)] == [group.bodies[ref]] * 2
     assert [member.threads.num_abandoned for member in group.members] == [0, 0]
 
 
 def test_an_invitation_withdrawn_ends_the_wait_at_once(group):
-    ref, _, _ = group.document(1)
-    group.form(1, ref)
+    ref = group.form(1)
     waiting = threading.Timer(0.1, lambda: group.members[0].uninvite(ref))
     waiting.start()
 
     with pytest.raises(NotAvailable, match="was canceled"):
-        receive(group.members[0], ref, seconds=30)
+        group.receive(0, ref)
     group.states[0].wait(lambda state: state.failed == 1)
 
 
 def test_a_member_that_falls_silent_ends_the_broadcast_by_its_deadline(group):
-    ref, _, _ = group.document(1)
-    group.form(1, ref)
+    ref = group.form(1)
     group.members[1].close()
 
     with pytest.raises(CommunicatorError):
@@ -171,36 +188,32 @@ def test_a_member_that_falls_silent_ends_the_broadcast_by_its_deadline(group):
 
 
 def test_a_damaged_bucket_is_named_and_the_others_are_not_disturbed(group):
-    ref, _, body = group.document(1)
-
     def flip(data: bytearray) -> None:
         if len(data) == 400:
             data[3] ^= 1
 
-    group.form(1, ref)
+    ref = group.form(1)
     group.libraries[0].damage = flip
     group.send(ref)
 
     with pytest.raises(WeightsError, match="bucket 0 of 5 of version 1:1 has digest"):
-        receive(group.members[0], ref)
-    assert receive(group.members[1], ref).body.numpy().tobytes() == body
+        group.receive(0, ref)
+    assert group.receive(1, ref) == group.bodies[ref]
     assert group.states[0].wait(lambda state: state.failed == 1).formed == 0
 
 
 def test_a_member_that_runs_out_of_memory_ends_one_epoch_and_comes_back_to_none(group, monkeypatch):
-    ref, _, _ = group.document(1)
-    group.form(1, ref)
-    monkeypatch.setattr(broadcast_member, "document_nbytes", lambda layout: 1 << 60)  # no allocator has that
+    ref, whole = group.form(1), broadcast_module.empty_document
+    monkeypatch.setattr(broadcast_module, "empty_document", lambda nbytes, device: whole(1 << 60, device))
     with pytest.raises(CommunicatorError):
         group.send(ref, deadline_s=1.0)
 
-    for member, states in zip(group.members, group.states, strict=True):
+    for place, states in enumerate(group.states):
         states.wait(lambda state: state.failed == 1 and state.broken)
         with pytest.raises(NotAvailable, match="no memory for a document"):
-            receive(member, ref)
+            group.receive(place, ref)
     monkeypatch.undo()
-    again, _, _ = group.document(2)
-    group.invite(2, again, group.sender.name())
+    group.invite(2, group.sender.name(), 2)
     for states, member in zip(group.states, group.members, strict=True):
         states.wait(lambda state: state.failed == 2)
         assert member.broken and states.seen[-1].broken
@@ -220,15 +233,14 @@ def test_a_member_without_room_for_two_documents_says_so_before_it_is_invited(fr
 
 
 def test_a_hung_connection_is_abandoned_counted_and_makes_the_member_useless_until_it_ends(layout, monkeypatch):
-    monkeypatch.setattr("streamrl.weights.gpu.broadcast_member.GRACE_S", 0.1)
+    monkeypatch.setattr("streamrl.weights.gpu.broadcast.GRACE_S", 0.1)
     one = Group(layout, 1)
     release = threading.Event()
     one.libraries[0].connect = lambda *args: release.wait()
-    ref, _, _ = one.document(1)
-    one.invite(1, ref, one.sender.name(), deadline_s=0.2)
+    ref = one.invite(1, one.sender.name(), deadline_s=0.2)
 
     with pytest.raises(WeightsError):
-        receive(one.members[0], ref)
+        one.receive(0, ref)
     assert one.states[0].wait(lambda state: state.broken).failed == 1
     assert one.members[0].threads.num_abandoned == 1
 
@@ -239,7 +251,7 @@ def test_a_hung_connection_is_abandoned_counted_and_makes_the_member_useless_unt
 
 
 def test_an_abort_that_hangs_is_more_than_a_process_can_live_with(monkeypatch):
-    monkeypatch.setattr(communicator, "ABORT_DEADLINE_S", 0.5)
+    monkeypatch.setattr(nccl, "ABORT_DEADLINE_S", 0.5)
     library, threads = FakeLibrary(), Threads()
     unique_id = library.unique_id()
     other = threading.Thread(target=lambda: FakeLibrary().connect(2, unique_id, 1).test(), daemon=True)
@@ -268,8 +280,9 @@ def test_stop_ends_a_call_in_progress_from_another_thread():
 
 MEMBER = """
 import os, sys, threading, time, msgspec, torch
-from streamrl.messages import Layout, Manifest, NcclTicket
-from streamrl.weights.gpu.broadcast_member import BroadcastMember
+from streamrl.messages import Layout, Offer
+from streamrl.weights.gpu.broadcast import BroadcastMember, BroadcastReceiver
+from streamrl.weights.transport import receive
 from tests.fakes.communicator import FakeLibrary
 
 torch.set_num_threads(1)
@@ -277,14 +290,14 @@ layout = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=Layout
 def say(*words):  # in one write: two threads speak
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
-say("ready now")
 member = BroadcastMember(FakeLibrary(), "cpu", lambda state: say("state", state.formed, state.failed))
+say("ready now")
 for line in sys.stdin:
-    manifest, ticket = msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Manifest, NcclTicket])
-    member.invite(manifest, layout, ticket)
+    offer = msgspec.msgpack.decode(bytes.fromhex(line), type=Offer)
+    came = BroadcastReceiver(offer, member)
     try:
-        came = member.wait_for(manifest.ref, cancelled=threading.Event(), deadline=time.monotonic() + 20)
-        say("body", came.body.numpy().tobytes().hex())
+        fetched = receive(came, offer.manifest, layout, cancelled=threading.Event(), deadline=time.monotonic() + 20)
+        say("body", fetched.document._buffer.numpy().tobytes().hex())
     except Exception as error:
         say("error", type(error).__name__)
 """
@@ -316,34 +329,41 @@ class MemberProcess:
 
 
 @pytest.mark.timeout(300)
-def test_members_in_processes_take_a_version_and_a_killed_one_costs_a_deadline_and_a_new_epoch(layout, python_env):
+def test_a_member_process_killed_in_the_middle_of_a_broadcast_costs_a_deadline_and_a_new_epoch(layout, python_env):
     library = FakeLibrary()
     sender = Broadcaster(library, "cpu")
     members = [MemberProcess(layout, python_env) for _ in range(2)]
     bodies = {version: random_bytes(document_nbytes(layout), version) for version in (1, 2)}
     manifests = {v: device_manifest(layout, VersionRef(1, v), None, body) for v, body in bodies.items()}
 
-    def form(epoch: int, version: int, *who: MemberProcess) -> None:
-        unique_id = sender.name()
+    def invite(epoch: int, version: int, unique_id: bytes, *who: MemberProcess) -> None:
         for rank, member in enumerate(who, start=1):
-            member.tell((manifests[version], NcclTicket(epoch, unique_id, len(who) + 1, rank, 30.0, 5.0)))
-        sender.form(epoch, len(who) + 1, unique_id, 30.0)
+            ticket = NcclTicket(epoch, unique_id, len(who) + 1, rank, 30.0, 5.0)
+            member.tell(Offer("nccl", "", 0, manifest=manifests[version], nccl=ticket))
 
     def send(version: int, deadline_s: float = 10.0) -> None:
         sender.send(VersionRef(1, version), Memory(layout, bodies[version]), deadline_s=deadline_s)
 
+    def kill_in_the_third(rank: int, nbytes: int) -> None:
+        calls.append(nbytes)
+        if len(calls) == 3:  # the header and a bucket have come everywhere
+            members[1].process.send_signal(signal.SIGKILL)
+            members[1].process.wait()
+
     try:
-        form(1, 1, *members)
+        invite(1, 1, unique_id := sender.name(), *members)
+        sender.form(1, 3, unique_id, 30.0)
         send(1)
         assert [member.hear("body") for member in members] == [bodies[1].hex()] * 2
 
-        members[1].process.send_signal(signal.SIGKILL)
-        members[1].process.wait()
-        members[0].tell((manifests[2], NcclTicket(1, b"", 3, 1, 30.0, 5.0)))
+        calls: list[int] = []
+        library.on_broadcast = kill_in_the_third
+        invite(1, 2, b"", *members)
         with pytest.raises(CommunicatorError):
             send(2, deadline_s=1.0)
-        assert members[0].hear("error") in ("CommunicatorError", "NotAvailable")
-        form(2, 2, members[0])
+        assert members[0].hear("error") in ("CommunicatorError", "NotAvailable") and len(calls) == 3
+        invite(2, 2, unique_id := sender.name(), members[0])
+        sender.form(2, 2, unique_id, 30.0)
         send(2)
         assert members[0].hear("body") == bodies[2].hex()
     finally:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.messages import Layout
-from streamrl.weights.delta.encoding import HEADER_BYTES, SKIP, DeltaError, apply, encode, max_encoded, word_bytes_of
+from streamrl.weights.delta import HEADER_BYTES, SKIP, DeltaError, apply, encode, max_encoded, word_bytes_of
 from streamrl.weights.manifest import bucket_digest, make_layout
 
 

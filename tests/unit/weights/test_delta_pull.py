@@ -10,8 +10,7 @@ import xxhash
 
 from streamrl.errors import ContentError
 from streamrl.messages import ChunkStatus, DeltaIndex, InstallSource, Pull, PullMode, VersionRef
-from streamrl.weights.delta.pull import DeltaBase
-from streamrl.weights.delta.store import INDEX_BUCKET, DeltaStore, Served
+from streamrl.weights.delta import INDEX_BUCKET, DeltaBase, DeltaStore, Served
 from tests.unit.weights.conformance import body_of, bytes_of, changed
 from tests.unit.weights.host_wires import TOKEN, ZmqWire
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
-from streamrl.weights.gpu.fold128 import _ROW_WORDS, DocumentFold, fold128, fold_sums, pack
+from streamrl.weights.gpu.device_document import _ROW_WORDS, DocumentFold, fold128, fold_sums, pack
 from streamrl.weights.manifest import make_layout
 from tests.unit.weights.fold_reference import fold128_numpy
 
@@ -43,7 +43,7 @@ def test_they_agree_on_extreme_words_over_several_rows(num_words, word):
 
 
 def test_the_sums_wrap_at_two_to_the_64(monkeypatch):
-    monkeypatch.setattr("streamrl.weights.gpu.fold128._BLOCK_WORDS", 2 * _ROW_WORDS)
+    monkeypatch.setattr("streamrl.weights.gpu.device_document._BLOCK_WORDS", 2 * _ROW_WORDS)
     data = np.full(1 << 18, 0xFFFFFFFF, dtype="<u4").tobytes()
 
     # 2^18 words of almost 2^32: the second sum passes 2^64 several times over.

@@ -15,7 +15,7 @@ from streamrl.messages import InstallSource, VersionRef
 from streamrl.weights.document import VersionRetired
 from streamrl.weights.manifest import make_layout
 from streamrl.weights.shm.transport import shm_offer
-from streamrl.weights.source import WeightSource
+from streamrl.weights.transport import WeightSource
 
 
 class FakeEngine:

@@ -15,6 +15,7 @@ from streamrl.weights.document import NotAvailable, Superseded
 from streamrl.weights.gpu import ipc as ipc_module
 from streamrl.weights.gpu.ipc import RESTS_S, IpcBufferReader, IpcBufferReceiver, IpcBufferServer, PeerBackoff
 from streamrl.weights.manifest import document_nbytes
+from streamrl.weights.transport import receive
 from tests.fakes.device_memory import FakeDeviceMemory
 from tests.unit.weights.conftest import random_bytes
 from tests.unit.weights.device_wires import Memory, device_manifest
@@ -57,9 +58,10 @@ class Slots:
     ) -> bytes:
         manifest = manifest or self.manifest
         offer = Offer("ipc", server.endpoint, len(self.body), manifest=manifest, slots=server.ticket)
-        document, _, _ = IpcBufferReceiver(offer, reader).receive(
-            manifest, self.layout, cancelled=cancelled or threading.Event(), deadline=time.monotonic() + NEVER_S
-        )
+        document = receive(
+            IpcBufferReceiver(offer, reader), manifest, self.layout, cancelled=cancelled or threading.Event(),
+            deadline=time.monotonic() + NEVER_S,
+        ).document
         return document._buffer.cpu().numpy().tobytes()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
 from streamrl.messages import IpcBufferEnd, IpcBufferFilled, IpcBufferFree, IpcBufferOpen, Layout, Message, VersionRef
-from streamrl.weights.gpu.ipc_buffers import NUM_SLOTS, IpcBufferRing
+from streamrl.weights.gpu.ipc import NUM_SLOTS, IpcBufferRing
 from streamrl.weights.manifest import make_layout
 
 DEADLINE_S = 5.0

@@ -15,8 +15,7 @@ from streamrl.config.load import from_plain
 from streamrl.errors import ConfigError
 from streamrl.messages import Hello, InstallSource, Offer, Welcome
 from streamrl.weights.document import HEADER_BYTES
-from streamrl.weights.source import WeightSource
-from streamrl.weights.transport import Published, load_transport
+from streamrl.weights.transport import Published, WeightSource, load_transport
 from tests.unit.config.setting_harness import LiveHub, config_of
 from tests.unit.hub.conftest import model_dir  # noqa: F401
 from tests.unit.weights.conformance import TransportConformance
@@ -26,12 +25,11 @@ OWN = '''
 """Documents travel as files in a folder that both sides mount."""
 
 import shutil
-import time
 from pathlib import Path
 
 from streamrl.errors import ConfigError
 from streamrl.messages import InstallSource, Offer
-from streamrl.weights.document import HEADER_BYTES, Document, NotAvailable, Superseded
+from streamrl.weights.document import HEADER_BYTES, Document, NotAvailable
 from streamrl.weights.transport import Transport
 
 FOLDER = Path(__file__).parent / "folder"
@@ -50,17 +48,13 @@ class Receiver:
     def __init__(self, offer, actor):
         self.path = Path(offer.name)
 
-    def receive(self, manifest, layout, *, cancelled, deadline):
-        started = time.monotonic()
+    def receive(self, manifest, layout):
         try:
             body = bytearray(self.path.read_bytes()[HEADER_BYTES:])
         except OSError as error:
             raise NotAvailable(f"not in the folder: {error}") from error
-        if cancelled.is_set():
-            raise Superseded("a newer version was announced")
-        if time.monotonic() >= deadline:
-            raise NotAvailable("too late")
-        return Document(body, manifest, layout), time.monotonic() - started, 0.0
+        yield 0
+        return Document(body, manifest, layout)
 
 
 def require(device):

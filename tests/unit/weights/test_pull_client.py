@@ -15,7 +15,7 @@ from streamrl.weights.manifest import bucket_digest, make_layout, make_manifest
 from streamrl.weights.pull.chunk_server import ChunkServer
 from streamrl.weights.pull.client import ZmqReceiver
 from streamrl.weights.shm.transport import shm_offer
-from streamrl.weights.source import WeightSource
+from streamrl.weights.transport import WeightSource, receive
 
 
 @pytest.fixture
@@ -33,9 +33,10 @@ def pull(context, token, limits, layout):
 
     def fetch(endpoint, manifest, *, layout=layout, limits=limits, token=token, cancelled=None, deadline_s=20.0):
         receiver = ZmqReceiver(endpoint, context, pull_token=token, limits=limits)
-        document, _, _ = receiver.receive(
-            manifest, layout, cancelled=cancelled or threading.Event(), deadline=time.monotonic() + deadline_s
-        )
+        document = receive(
+            receiver, manifest, layout, cancelled=cancelled or threading.Event(),
+            deadline=time.monotonic() + deadline_s,
+        ).document
         document.tensors()
         return bytes(memoryview(document._body)), receiver
 
@@ -167,7 +168,7 @@ def test_a_dead_endpoint_ends_after_three_silences_and_a_slow_one_at_the_deadlin
 
     with pytest.raises(NotAvailable, match="3 x 0.1 s, 0 of 5 buckets"):
         pull("tcp://127.0.0.1:9", manifest, limits=Limits(chunk_timeout_s=0.1))
-    with pytest.raises(NotAvailable, match="not complete in time, 0 of 5 buckets verified from tcp"):
+    with pytest.raises(NotAvailable, match="not complete in time, 0 of 5 buckets came"):
         pull(router.endpoint, manifest, limits=Limits(chunk_timeout_s=60.0), deadline_s=0.2)
 
 

@@ -29,13 +29,13 @@ from streamrl.messages import (
     VersionRef,
     Welcome,
 )
-from streamrl.weights import source as source_module
+from streamrl.weights import transport as source_module
 from streamrl.weights.manifest import bucket_digest, make_layout, make_manifest
 from streamrl.weights.pull import plan as pull_plan
 from streamrl.weights.pull import relay_chunks
 from streamrl.weights.pull.relay import Relay, read_words
 from streamrl.weights.pull.relay_chunks import MAX_ASKED, STALLED_S, InFlightVersions, RelayChunks
-from streamrl.weights.source import WeightSource
+from streamrl.weights.transport import WeightSource
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 
 pytestmark = pytest.mark.timeout(300)

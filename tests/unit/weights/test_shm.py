@@ -13,16 +13,17 @@ import pytest
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Layout, Manifest, Offer, VersionRef
-from streamrl.weights.document import Document, NotAvailable, Superseded
+from streamrl.weights.document import Document, NotAvailable
 from streamrl.weights.manifest import make_layout, make_manifest
 from streamrl.weights.shm.directory import SPARE_NAME
 from streamrl.weights.shm.transport import ShmPublisher, ShmReceiver, shm_offer
+from streamrl.weights.transport import receive as fetch
 
 NEVER = threading.Event()
 
 
 def receive(offer: Offer, manifest: Manifest, layout: Layout) -> Document:
-    return ShmReceiver(offer).receive(manifest, layout, cancelled=NEVER, deadline=time.monotonic() + 30)[0]
+    return fetch(ShmReceiver(offer), manifest, layout, cancelled=NEVER, deadline=time.monotonic() + 30).document
 
 
 def test_a_published_document_is_mapped_and_verified(layout, publish):
@@ -108,17 +109,6 @@ def test_damage_after_the_commit_is_refused(layout, publish):
 
     with pytest.raises(WeightsError, match="bucket 2 of 5"):
         receive(offer, manifest, layout)
-
-
-def test_a_cancelled_or_late_fetch_does_not_start_to_verify(layout, publish):
-    manifest, path, _ = publish(layout, 1)
-    cancelled = threading.Event()
-    cancelled.set()
-
-    with pytest.raises(Superseded):
-        ShmReceiver(shm_offer(path)).receive(manifest, layout, cancelled=cancelled, deadline=time.monotonic() + 9)
-    with pytest.raises(NotAvailable, match="after its deadline"):
-        ShmReceiver(shm_offer(path)).receive(manifest, layout, cancelled=NEVER, deadline=0.0)
 
 
 def test_a_version_is_never_written_twice(layout, shm, publish):

@@ -10,9 +10,9 @@ import zmq
 
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import InstallSource, Offer
-from streamrl.weights.gpu.communicator import CommunicatorStuck
+from streamrl.weights.gpu.nccl import CommunicatorStuck
 from streamrl.weights.pull.chunk_server import ChunkServer
-from streamrl.weights.source import WeightSource
+from streamrl.weights.transport import WeightSource
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -1,4 +1,4 @@
-"""Lossless encoding of what changed between two versions of a bucket, as new values over old ones. Pure.
+"""Lossless encoding of the difference between two versions of a bucket, as new values over old ones. Pure.
 
 A bucket is a sequence of little-endian words of 2 or 4 bytes. The encoded form holds the distances between changed
 words and their new values, never a difference or an XOR, so that applying a repeated delivery is harmless.
@@ -10,19 +10,37 @@ words and their new values, never a difference or an XOR, so that applying a rep
 
 A delta is untrusted: sizes are bounded by the bucket before memory is taken, the base must be the one that was encoded
 against, and the result must have the target's digest.
+
+The hub encodes the newest version against its parent when the first receiver asks (`DeltaStore`):
+
+    offered     both documents are mapped here; nothing is encoded yet
+    encoding    a receiver asked; one bucket per step, between two answers of the socket's thread
+    ready       index and payloads can be pulled, until the version retires
+    declined    the encoded form would be more than `max_ratio` of the full one: receivers take the full version
+
+After the first request later versions are encoded as they are published.
 """
 
 from __future__ import annotations
 
+import logging
 import struct
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import zstandard
 
-from streamrl.errors import WeightsError
-from streamrl.messages import Layout
-from streamrl.weights.manifest import DTYPE_BYTES, bucket_digest, tensor_nbytes
+from streamrl.errors import ContentError, WeightsError
+from streamrl.messages import DeltaIndex, Layout, Manifest, Pull, VersionRef
+from streamrl.weights.document import Document, NotAvailable
+from streamrl.weights.manifest import DTYPE_BYTES, bucket_digest, bucket_ranges, document_nbytes, tensor_nbytes
+
+log = logging.getLogger(__name__)
 
 SKIP = 65535
 # The fastest level: the hub's socket thread encodes between two answers, and receivers wait for it.
@@ -229,3 +247,162 @@ def _unpack(data: memoryview, nbytes: int) -> bytes:
         return zstandard.ZstdDecompressor().decompress(data, max_output_size=nbytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DeltaError(f"a compressed part of the delta is damaged: {error}") from error
+
+
+# --- the serving side ----------------------------------------------------------------------------------------------
+
+INDEX_BUCKET = 0xFFFFFFFF
+"""The bucket number under which a delta's `DeltaIndex` is pulled."""
+BUSY_RETRY_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One document that can be pulled."""
+
+    manifest: Manifest
+    buckets: Sequence[memoryview]
+
+
+class Encoding:
+    """One delta while it is encoded; used by one thread."""
+
+    def __init__(self, new: Served, old: Served, word_bytes: int, max_ratio: float) -> None:
+        self.new, self._old, self._word_bytes = new, old, word_bytes
+        # A budget for the whole delta: buckets that barely changed pay for those that changed a lot.
+        self._room = int(max_ratio * sum(map(len, new.buckets)))
+        self._payloads: list[bytes] = []
+        self.parent = old.manifest.ref
+        self.declined = False
+        self.index: bytes | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.declined or self.index is not None
+
+    def step(self) -> None:
+        """Encode one more bucket; the last one makes the index."""
+        at = len(self._payloads)
+        payload = encode(
+            self._old.buckets[at], self.new.buckets[at], self._word_bytes, max_nbytes=self._room,
+            base_digest=self._old.manifest.digests[at], target_digest=self.new.manifest.digests[at],
+        )
+        # Over the budget: the payloads so far are of no use, so their memory is freed at once.
+        if payload is None:
+            self.declined, self._payloads = True, []
+            return
+        self._room -= len(payload)
+        self._payloads.append(payload)
+        if len(self._payloads) == len(self.new.buckets):
+            sizes, digests = tuple(map(len, self._payloads)), tuple(map(bucket_digest, self._payloads))
+            parent = self._old.manifest
+            self.index = msgspec.msgpack.encode(DeltaIndex(parent.ref, parent.root, sizes, digests))
+            self._old = self.new  # releases the parent's memory
+
+    def source(self, bucket: int) -> memoryview:
+        """The bytes behind a bucket number, `INDEX_BUCKET` included, once the index exists."""
+        assert self.index is not None
+        if bucket == INDEX_BUCKET:
+            return memoryview(self.index)
+        if bucket >= len(self._payloads):
+            raise ContentError("pull_range", f"PULL of delta bucket {bucket}, there are {len(self._payloads)}")
+        return memoryview(self._payloads[bucket])
+
+
+class DeltaStore:
+    """The deltas of one server; one over `max_ratio` of the full bytes is declined, and 0 encodes none."""
+
+    def __init__(self, max_ratio: float) -> None:
+        self._max_ratio = max_ratio
+        self._encodings: OrderedDict[VersionRef, Encoding] = OrderedDict()
+        self._wanted = False
+
+    def add(self, new: Served, old: Served | None, word_bytes: int) -> None:
+        """Offer the delta of a new version from its parent `old`, if that is held; drop unfinished older ones."""
+        # Receivers want the newest version by now; finishing an older delta would only delay its encoding.
+        for ref in [ref for ref, encoding in self._encodings.items() if encoding.index is None]:
+            del self._encodings[ref]
+        if old is not None and self._max_ratio > 0:
+            self._encodings[new.manifest.ref] = Encoding(new, old, word_bytes, self._max_ratio)
+
+    def retire(self, ref: VersionRef) -> None:
+        self._encodings.pop(ref, None)
+
+    def parent_of(self, ref: VersionRef) -> VersionRef | None:
+        """The base of this version's delta; None if there is none."""
+        # One that is not finished counts: a receiver that asks for it gets BUSY until it is.
+        encoding = self._encodings.get(ref)
+        return None if encoding is None or encoding.declined else encoding.parent
+
+    def next_job(self) -> Encoding | None:
+        """The delta that needs a `step()` now."""
+        # Without a receiver that asks, as when all actors map shared memory, no time goes into encoding.
+        if not self._wanted:
+            return None
+        return next((encoding for encoding in self._encodings.values() if not encoding.finished), None)
+
+    def find(self, pull: Pull) -> Encoding | None:
+        """The delta that a PULL asks for, ready or not; later ones are encoded without a request."""
+        self._wanted = True
+        encoding = self._encodings.get(pull.target)
+        return None if encoding is None or encoding.declined else encoding
+
+
+# --- the receiving side --------------------------------------------------------------------------------------------
+
+
+class DeltaUnavailable(NotAvailable):
+    """The hub serves no delta of this version: it would be too large, or its parent has retired. Not a fault."""
+
+
+class DeltaBase:
+    """The last verified document of this process, from which deltas start.
+
+    After `MAX_FAILURES` wrong deltas in a row only full versions are pulled, until the process starts again.
+    """
+
+    MAX_FAILURES = 2
+
+    def __init__(self) -> None:
+        self._document: Document | None = None
+        self._num_failures = 0
+
+    @property
+    def trusted(self) -> bool:
+        return self._num_failures < self.MAX_FAILURES
+
+    def keep(self, document: Document) -> None:
+        """Make a verified document the base, unless a newer one is held."""
+        # A fetch that ends late must not replace a newer base: the next delta starts from the newest.
+        if self._document is None or self._document.manifest.ref <= document.manifest.ref:
+            self._document = document
+
+    def base_of(self, manifest: Manifest, parent: VersionRef | None) -> Document | None:
+        """The held document, if the delta on offer starts from it."""
+        base = self._document
+        if base is None or parent is None or not self.trusted or parent != manifest.parent:
+            return None
+        same_layout = base.manifest.layout_digest == manifest.layout_digest
+        return base if base.manifest.ref == parent and same_layout else None
+
+    def succeeded(self) -> None:
+        self._num_failures = 0
+
+    def failed(self, error: WeightsError) -> None:
+        self._num_failures += 1
+        then = "the full version is pulled" if self.trusted else "only full versions are pulled until a restart"
+        log.warning("a delta failed, %s: %s", then, error)
+
+
+def apply_delta(
+    base: Document, manifest: Manifest, layout: Layout, payloads: list[memoryview], memory: memoryview
+) -> Document:
+    """The verified new document, in `memory`. Raises DeltaError; `memory` is undefined then."""
+    assert len(memory) == document_nbytes(layout), (len(memory), document_nbytes(layout))
+    started = time.perf_counter()
+    for at, (start, end) in enumerate(bucket_ranges(layout)):
+        apply(
+            payloads[at], base.view(start, end), memory[start:end],
+            base_digest=base.manifest.digests[at], target_digest=manifest.digests[at],
+        )
+    return Document(memory, manifest, layout, verified=True, verify_s=time.perf_counter() - started)
