@@ -115,6 +115,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _checked_files(folder: Path) -> list[Path]:
     """The files of all ranks, their digests compared with the manifest's."""
+    # Before a tensor is read: safetensors maps a file, and a damaged one would be noticed only as wrong numbers.
     entries = _manifest(folder)["files"]
     paths = [folder / name for name in sorted(entries) if name.endswith(".safetensors")]
     for path in paths:

@@ -39,6 +39,7 @@ def device_id(device: str | torch.device) -> str:
     where = torch.device(device)
     if where.type != "cuda":
         return ""
+    # nvidia-smi first: a process that only asks must not take the memory of a CUDA context for it.
     listed = gpu_of(str(where))
     uuid = listed.uuid if listed is not None else str(torch.cuda.get_device_properties(where).uuid)
     return f"{os.uname().nodename[:20]}|{uuid.removeprefix('GPU-')}"
@@ -61,6 +62,7 @@ class _Span:
         }
 
     def __del__(self) -> None:
+        # Here and not in a `close`: torch may hold views of it for longer than whoever asked for the memory.
         self._release(self._address)
 
 
@@ -78,6 +80,7 @@ class CudaMemory:
         self.device = torch.device("cuda", torch.device(device).index or 0)
         self.device_id = device_id(self.device)
         self._driver = ctypes.CDLL("libcuda.so.1")
+        # Declared, because ctypes passes an int as 32 bits otherwise, and addresses of devices have 64.
         self._driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
         self._driver.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), ctypes.c_uint64]
         self._driver.cuMemAlloc_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t]
@@ -101,7 +104,7 @@ class CudaMemory:
         with torch.cuda.device(self.device):
             torch.cuda.current_stream().synchronize()
             address = ctypes.c_uint64()
-            lazy_peer_access = 1
+            lazy_peer_access = 1  # the only flag that the driver takes here
             self._call(
                 "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), lazy_peer_access
             )
@@ -122,6 +125,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Memory that this process could still take; None where the device is the host."""
     if device.type != "cuda":
         return None
+    # Torch keeps what tensors have given back: the driver counts that as taken, this process can use it.
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 

@@ -110,6 +110,7 @@ class HostBuckets:
         host = out[: end - start] if self._bounce is None else self._bounce[: end - start]
         host.numpy()[:] = np.frombuffer(self._document.view(start, end), dtype=np.uint8)
         if self._bounce is not None:
+            # Waited for: the next call writes the same pinned buffer.
             out[: end - start].copy_(host, non_blocking=True)
             torch.cuda.current_stream(out.device).synchronize()
 

@@ -107,6 +107,7 @@ class CupyCommunicator:
 
     def __init__(self, nccl: Any, inner: Any, device: torch.device, world: int) -> None:
         self._nccl, self._inner, self._device, self._world = nccl, inner, device, world
+        # Never the default stream: a broadcast that hangs there would hold up everything else of the process.
         self._stream = torch.cuda.Stream(device)
         self._aborted = False
 
@@ -127,6 +128,7 @@ class CupyCommunicator:
             raise WeightsError(f"a broadcast moves contiguous bytes on {self._device}, got {buffer.dtype} there: "
                                f"{buffer.device}")
         with torch.cuda.device(self._device), named_errors():
+            # The buffer may still be written on the caller's stream.
             self._stream.wait_stream(torch.cuda.current_stream())
             self._inner.bcast(buffer.data_ptr(), buffer.numel(), self._nccl.NCCL_UINT8, 0, self._stream.cuda_stream)
             self._stream.synchronize()
@@ -137,7 +139,7 @@ class CupyCommunicator:
 
     def abort(self) -> None:
         """End whatever is in progress here; callable from any thread."""
-        self._aborted = True
+        self._aborted = True  # before the abort: the call that it ends looks at this
         with torch.cuda.device(self._device), named_errors():
             self._inner.abort()
 
@@ -289,6 +291,7 @@ class GuardedCommunicator:
             raise CommunicatorError(f"{self._what} failed: {error!r}") from error
 
     def _abort(self, inner: CupyCommunicator) -> None:
+        # A thread of its own: the caller's is inside the call that is to be aborted.
         thread = CallingThread(f"{self._what}: its abort")
         call = thread.begin(inner.abort)
         thread.request_exit()

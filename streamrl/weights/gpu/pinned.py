@@ -1,4 +1,4 @@
-"""Between a GPU and host memory beside what computes: through two pinned buffers, on a stream of its own.
+"""Asynchronous copies between a GPU and host memory: through two pinned buffers, on a stream of their own.
 
 Ordinary host memory is reached by a GPU at a tenth of the rate, and only while its default stream waits. While one
 buffer is copied by the GPU the other is filled or emptied by the CPU.
@@ -16,7 +16,7 @@ from torch import Tensor
 from streamrl.weights.document import PIECE_BYTES
 
 BUFFER_BYTES = 16 << 20
-"""Of each of the two."""
+"""Of each of the two. Larger ones gain nothing over the cost of starting a copy, and pinned memory is scarce."""
 
 
 class Download:
@@ -52,6 +52,7 @@ class Download:
             self._buffers = [torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
         waiting = None
         for number, (start, piece) in enumerate(self._cut(parts, self._nbytes)):
+            # The next copy is queued before the last one is handed out, so the GPU never waits for the reader.
             filling = start, *self._fill(self._buffers[number % 2], piece)
             if waiting is not None:
                 yield self._filled(*waiting)
@@ -109,6 +110,7 @@ class Upload:
                 target.copy_(source, non_blocking=True)
                 return
             same = target.is_contiguous() and source.dtype == target.dtype
+            # Converted on the device: a CPU converts at a fraction of the rate at which the bytes travel.
             there = target if same else torch.empty(source.shape, dtype=source.dtype, device=self._device)
             ours, theirs = (t.reshape(-1).view(torch.uint8) for t in (source, there))
             for start in range(0, ours.numel(), self._nbytes):

@@ -17,5 +17,6 @@ def _require_nccl(device: str) -> None:
     require_nccl(device)
 
 
+# No `receiver`: an actor keeps its communicator and its view of the buffers from one fetch to the next.
 IPC = Transport(require=_require_ipc)
 NCCL = Transport(require=_require_nccl)

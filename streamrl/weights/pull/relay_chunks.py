@@ -28,6 +28,7 @@ class InFlightVersions:
         self, puller: Callable[[], ZmqReceiver | None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._puller, self._clock = puller, clock
+        # Replaced, never changed: the thread that serves reads it without a lock.
         self._refs: frozenset[VersionRef] | None = None
         self._failed = False
 
@@ -100,6 +101,6 @@ class RelayChunks(ChunkServer):
     def _worth_waiting(self, pull: Pull) -> bool:
         now, what = self._clock(), None if pull.mode == PullMode.ASSETS else pull.target
         first = self._first_asked.setdefault(what, now)
-        if len(self._first_asked) > MAX_ASKED:
+        if len(self._first_asked) > MAX_ASKED:  # peers name them: without a limit they could fill the memory
             self._first_asked.popitem(last=False)
         return now - first < WAIT_FOR_ANNOUNCE_S or self._in_flight(what)

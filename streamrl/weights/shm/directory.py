@@ -157,7 +157,7 @@ def _try_lock(path: Path, run_id: str, how: int, *, create: bool) -> int | None:
     if owner and owner != run_id:
         os.close(fd)
         raise RunLockedError(f"{path} belongs to run {owner!r}, not to {run_id!r}: it is left alone")
-    if not owner:
+    if not owner:  # written once it is locked, so that two runs cannot both believe that it is theirs
         os.pwrite(fd, run_id.encode(), 0)
     return fd
 

@@ -22,7 +22,7 @@ from streamrl.weights.shm.transport import ShmPublisher, ShmReceiver, shm_offer
 from streamrl.weights.transport import Receiver, receive
 from tests.unit.weights.conftest import TOKEN, WeightRouter
 
-LIMITS = Limits(chunk_bytes=64, pull_window=4, chunk_timeout_s=0.1)
+LIMITS = Limits(chunk_bytes=64, pull_window=4, chunk_timeout_s=0.3)
 
 
 class ReceivingWire:
