@@ -62,7 +62,7 @@ class _Span:
         }
 
     def __del__(self) -> None:
-        # Here and not in a `close`: torch may hold views of it for longer than whoever asked for the memory.
+        # Here and not in a `close`: torch may hold views of it for longer than the caller uses it.
         self._release(self._address)
 
 
