@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "families"
 PAGE = ROOT / "docs" / "models.md"
 _BEGINNING = "Of the "
-_HEADER = "| family | learner and native engine | LoRA | vLLM on a CPU | |\n|---|---|---|---|---|\n"
+_HEADER = "| | families |\n|---|---|\n"
 
 
 def read_lines(path: Path) -> dict[str, dict[str, Any]]:
@@ -21,39 +22,50 @@ def read_lines(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def generated(native: dict[str, dict[str, Any]], vllm: dict[str, dict[str, Any]]) -> str:
-    """Number of families of each kind, and the table."""
+    """Number of families of each kind, and a table with a row for each result and reason."""
     counts = Counter(line["result"] for line in native.values())
     version = next(iter(native.values()))["transformers"].rpartition(".")[0]
     summary = (
-        f"{_BEGINNING}{len(native)} families of causal language models in transformers {version} {counts['exact']} are "
-        f"exact, {sum(line.get('lora') == '' for line in native.values())} of them with LoRA, too; {counts['refused']} "
+        f"{_BEGINNING}{len(native)} families of causal language models in transformers {version}, "
+        f"{counts['exact']} are exact, {sum(line.get('lora') == '' for line in native.values())} of them with LoRA too; {counts['refused']} "
         f"are refused by name before a run starts, {counts['failed']} fail after that, and of {counts['not proved']} "
         f"no tiny model could be made. {sum(line['result'] == 'exact' for line in vllm.values())} are exact in vLLM's "
         "build for a CPU.\n\n"
     )
-    rows = []
-    for name, line in sorted(native.items()):
-        other = vllm.get(name, {})
-        notes = [line["reason"], *_notes(line), other.get("reason", "") and f"vLLM: {other['reason']}"]
-        cells = (f"`{name}`", line["result"], _lora(line), other.get("result", ""), "; ".join(filter(None, notes)))
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
-    return summary + _HEADER + "".join(rows)
+    rows: dict[str, list[str]] = {}
+    for name, line in sorted(native.items(), key=lambda one: (ORDER.index(one[1]["result"]), one[0])):
+        for row in _rows_of(line, vllm.get(name, {})):
+            rows.setdefault(row, []).append(f"`{name}`")
+    ordered = sorted(rows, key=lambda row: [row.startswith(kind) for kind in KINDS].index(True))
+    return summary + _HEADER + "".join(f"| {row} | {', '.join(rows[row])} |\n" for row in ordered)
 
 
-def _lora(line: dict[str, Any]) -> str:
+ORDER = ("exact", "refused", "not proved", "failed")
+KINDS = ("**exact**", "exact,", "vLLM", "**refused**", "**not proved**", "**failed**")
+"""Beginnings of the rows, in the order of the table."""
+
+
+def _rows_of(line: dict[str, Any], vllm: dict[str, Any]) -> list[str]:
+    """The first cells of the rows that name a family."""
+    reason = _without_details(line["reason"])
     if line["result"] != "exact":
-        return ""
-    return "refused" if line["lora"] else "exact"
+        return [f"**{line['result']}**: {reason}"]
+    no_lora = line["lora"] and f"exact, but without LoRA: {_without_details(line['lora'])}"
+    rows = [no_lora or "**exact**, with LoRA too"]
+    if line["untrained"]:
+        rows.append("exact, with weights that stay frozen")
+    if len(line["embeddings"]) != 2:
+        rows.append(f"exact, with {line['embeddings'][0]} embeddings only")
+    if vllm:
+        other = "vLLM does not start" if "did not start" in vllm["reason"] else "refused: take actors.engine=native"
+        rows.append(f"vLLM on a CPU: {'exact' if vllm['result'] == 'exact' else other}")
+    return rows
 
 
-def _notes(line: dict[str, Any]) -> list[str]:
-    if line["result"] != "exact":
-        return []
-    kinds = (("buffers", "saved buffer"), ("untrained", "frozen weight"))
-    saved = [f"{line[kind]} {word}{'s' * (line[kind] > 1)}" for kind, word in kinds if line[kind]]
-    only = [] if len(line["embeddings"]) == 2 else [f"{line['embeddings'][0]} embeddings only"]
-    why = (line["lora"] or "").partition(": leave")[0].removeprefix("policy.lora.rank: ")
-    return [*([f"with {' and '.join(saved)}"] if saved else []), *only, *([f"LoRA: {why}"] if why else [])]
+def _without_details(reason: str) -> str:
+    """A reason without what differs between families that have it in common."""
+    short = reason.partition(": leave")[0].removeprefix("policy.lora.rank: ")
+    return re.sub(r" \([^()]*\)\.?$", "", short).replace("|", "\\|")
 
 
 def main() -> None:

@@ -78,7 +78,7 @@ class VerifiersTask(SingleTurnTask):
         if status:
             raise TaskError(
                 f"task {self.name}: see that env.options.python{self._unset} is that of an environment with verifiers "
-                "0.4 and the taskset (docs/agents.md makes one), and env.options.* settings of its environment: "
+                "0.4 and the taskset (docs/interfaces.md makes one), and env.options.* settings of its environment: "
                 f"{said.rpartition(chr(10))[2][:300]}"
             )
         held_out = min(MAX_TEST, -(-len(records) // 10)) if self._num_test is None else self._num_test

@@ -460,7 +460,7 @@ def markdown_page() -> str:
         "# All metrics\n",
         "Every line of `metrics.jsonl` is one object: `step`, and the keys below that were measured in that step. This",
         "page is made from `streamrl/metrics/names.py` (`python -m streamrl.metrics.names`). Start with",
-        "[five of them](watch.md).\n",
+        "[five of them](report.md#five-metrics-to-watch).\n",
         "Means are sums over counts, reduced over all micro-batches and ranks before the division. Values that are not",
         "finite are left out and counted in `meter/num_nonfinite`. Histograms are objects from bin to count. Keys that",
         "end in `/*` are families: the task, the settings or the hub say what `*` stands for. A run writes every",

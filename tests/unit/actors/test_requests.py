@@ -99,7 +99,7 @@ def test_every_field_has_a_range_and_what_is_outside_is_refused_by_its_name(path
 
 
 def test_the_page_names_every_field():
-    page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text().partition("### Fields")[2]
+    page = (Path(__file__).parents[3] / "docs" / "endpoint.md").read_text().partition("## Fields")[2]
     names = {name.rpartition(".")[2] for table_ in TABLES.values() for name, _ in fields_of(table_)}
     assert len(names) > 70 and not [name for name in names if f"`{name}`" not in page]
 

@@ -71,7 +71,7 @@ def test_the_page_names_every_reward_and_every_field_that_is_looked_for():
 
 
 def test_the_dataset_that_the_page_names_works_with_the_experiment_that_it_names():
-    page = (ROOT / "docs" / "environments.md").read_text()
+    page = (ROOT / "docs" / "tasks.md").read_text()
     words = re.search(r"(experiment=\w+ env\.name=reasoning_gym\.\w+)", page)
     assert words
     env = load_config(words[1].split()).env
@@ -80,7 +80,7 @@ def test_the_dataset_that_the_page_names_works_with_the_experiment_that_it_names
 
 
 def test_the_page_names_every_registered_task_and_every_option():
-    page = (ROOT / "docs/environments.md").read_text()
+    page = (ROOT / "docs/tasks.md").read_text()
 
     for name in REGISTERED:
         assert f"`{name}`" in page or f"`.{name.removeprefix('string.')}`" in page
