@@ -25,12 +25,12 @@ def generated(native: dict[str, dict[str, Any]], vllm: dict[str, dict[str, Any]]
     """Number of families of each kind, and a table with a row for each result and reason."""
     counts = Counter(line["result"] for line in native.values())
     version = next(iter(native.values()))["transformers"].rpartition(".")[0]
+    with_lora = sum(line.get("lora") == "" for line in native.values())
     summary = (
-        f"{_BEGINNING}{len(native)} families of causal language models in transformers {version}, "
-        f"{counts['exact']} are exact, {sum(line.get('lora') == '' for line in native.values())} of them with LoRA too; {counts['refused']} "
-        f"are refused by name before a run starts, {counts['failed']} fail after that, and of {counts['not proved']} "
-        f"no tiny model could be made. {sum(line['result'] == 'exact' for line in vllm.values())} are exact in vLLM's "
-        "build for a CPU.\n\n"
+        f"{_BEGINNING}{len(native)} families of causal language models in transformers {version}, {counts['exact']} "
+        f"are exact, {with_lora} of them with LoRA too; {counts['refused']} are refused by name before a run starts, "
+        f"{counts['failed']} fail after that, and of {counts['not proved']} no tiny model could be made. "
+        f"{sum(line['result'] == 'exact' for line in vllm.values())} are exact in vLLM's build for a CPU.\n\n"
     )
     rows: dict[str, list[str]] = {}
     for name, line in sorted(native.items(), key=lambda one: (ORDER.index(one[1]["result"]), one[0])):
