@@ -19,8 +19,9 @@ def rows() -> list[tuple[list[str], list[str], str]]:
     found = []
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 3 and "`" in cells[0]:
-            found.append((re.findall(r"`([^`]+)`", cells[0]), re.findall(r"`([^`]+)`", cells[1]), cells[2]))
+        if len(cells) == 2 and "`" in cells[0]:
+            ours, *remark = re.split(r": |, (?=and |or |on )| (?=with |of |in |for )", cells[1], maxsplit=1)
+            found.append((re.findall(r"`([^`]+)`", cells[0]), re.findall(r"`([^`]+)`", ours), "".join(remark)))
     return found
 
 
