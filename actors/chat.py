@@ -1,6 +1,6 @@
 """streamrl chat MODEL_OR_RUN [--version N] [key=value ...]
 
-Talk to a model: a run, as runs/quickstart-001, or a Hugging Face checkpoint. The conversation is sent whole; a
+Talk to a model: a run, such as runs/quickstart-001, or a Hugging Face checkpoint. The conversation is sent whole; a
 model without a chat template gets the lines as they are. A run answers with its exported model, or with any version
 that one of its checkpoints holds, also while it trains:
 

@@ -8,7 +8,7 @@ runs/quickstart-001, whose settings are taken over, or a Hugging Face checkpoint
   streamrl eval models/smollm2-135m-instruct experiment=smollm2 env.name=reasoning_gym.chain_sum eval.num_samples=50
   streamrl eval MODEL data.path=test.jsonl reward.type=math
   streamrl eval runs/quickstart-001@40                 the version that a checkpoint of the run holds
-  streamrl eval runs/quickstart-001 eval.datasets.hard=hard.jsonl     that file beside the held-out prompts
+  streamrl eval runs/quickstart-001 eval.datasets.hard=hard.jsonl     that file, and the held-out prompts
 
 Every answer goes into evals/ (of the run, else of the working directory), one JSON line each.
 """

@@ -53,7 +53,7 @@ class Renderer:
     The tokenizer is its own: users' code gets `users_tokenizer`, whose limits and padding change no prompt.
 
     Args:
-        end_ids: tokens that end a turn of the model beside the tokenizer's own; they need not be special tokens.
+        end_ids: tokens that end a turn of the model, apart from the tokenizer's own; they need not be special tokens.
         apply_chat_template: use the tokenizer's chat template, if it has one; else contents are joined by newlines.
         system_prompt: a system message put before every conversation that does not begin with one.
         chat_template: Jinja text in place of the tokenizer's own template.

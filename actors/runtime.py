@@ -101,7 +101,7 @@ class ActorRuntime:
         return self.sets[lease.dataset] if lease.dataset else self.test
 
     def num_free_leases(self, num_train: int) -> int:
-        """Groups that could be begun beside these: up to max_leases, and more while places of the engine are empty.
+        """Groups that could be begun in addition: up to max_leases, and more while places of the engine are empty.
 
         A group ends with its longest answer and its slowest reward; if only whole groups made room, the places of its
         other members would stay empty until then.

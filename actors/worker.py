@@ -4,7 +4,7 @@
 
     WELCOME    first time: build engine, renderer and task from the learner's settings; always: install its version
     LEASE      one task per group; a revoked one is cancelled
-    ANNOUNCE   fetch and verify beside the running sequences, then swap between two forward passes
+    ANNOUNCE   fetch and verify while sequences run, then swap between two forward passes
     HEARTBEAT  names the oldest useful version: groups that can no longer be trained are handed back (L3)
     STOP       the process ends with the exit code that the hub names
 """

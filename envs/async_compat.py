@@ -38,7 +38,7 @@ def _plain(kind: type) -> type:
 
 
 def alike(*functions: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """The same functions; beside an async one, plain ones run in threads: they would hold up the actor's loop."""
+    """The same functions; where one is async, plain ones run in threads: they would hold up the actor's loop."""
     if not any(is_async(function) for function in functions):
         return list(functions)
     return [function if is_async(function) else functools.partial(_in_thread, function) for function in functions]

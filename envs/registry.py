@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from envs.adapters.gem import gem_task
+from envs.adapters.gymnasium_text import gem_task
 from envs.agents.task import with_agent
 from envs.agents.verifiers import PREFIX as VERIFIERS
 from envs.agents.verifiers import VerifiersTask
@@ -29,8 +29,7 @@ from envs.tasks.named import FORMATS, NAMED
 from envs.tasks.reasoning import PREFIX, ReasoningTask, dataset_names
 from envs.tasks.search_questions import NAME as SEARCH
 from envs.tasks.search_questions import search_file
-from envs.tasks.strings import OPERATIONS, StringTask
-from envs.tasks.tool_arithmetic import ToolArithmetic
+from envs.tasks.strings import OPERATIONS, StringTask, ToolArithmetic
 from envs.tools.task import with_tools
 from streamrl.config.schema import Config, DataConfig, EnvConfig, RewardConfig
 from streamrl.environment import Task

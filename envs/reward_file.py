@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from envs.adapters.dialogue import DialogueEnv
 from envs.adapters.forms import Form, only_form, own_names
 from envs.adapters.gymnasium_text import GymnasiumEnv
-from envs.adapters.reward_functions import RewardFunctions
+from envs.adapters.reward_functions import DialogueEnv, RewardFunctions
 from envs.adapters.rl2 import GenerateEnv
 from envs.adapters.rl4llm import InteractionLoopEnv
 from envs.adapters.rollouts import RolloutEnv, record_parameter

@@ -74,7 +74,7 @@ def _step_of_parts(parts: Mapping[Any, Any], source: str) -> Step:
 
 
 def _step_of_agents(agents: Mapping[Any, Any], parts: Mapping[Any, Any], source: str) -> Step:
-    """Rewards of agents, which are parts too; "reward" beside them counts on the last turn of all."""
+    """Rewards of agents, which are parts too; a "reward" next to them counts on the last turn of all."""
     rewards = {str(name): number(one, f"{source}, agent {name!r},") for name, one in agents.items()}
     step = _step_of_parts({"reward": 0.0, **parts}, source)
     shown = {part_name(f"agent_{name}", source): one for name, one in rewards.items()}

@@ -16,17 +16,19 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from envs.adapters import rl2, rl4llm
 from envs.adapters.forms import REWARDS, Form, forms_of, own_names
 from envs.adapters.gymnasium_text import NUM_TEST, NUM_TRAIN, GymnasiumEnv, SeededTask
-from envs.adapters.origins import origins_importable
 from envs.adapters.rl2 import GenerateEnv
 from envs.adapters.rollouts import RolloutEnv
 from envs.adapters.text_steps import StartingTextStepEnv
@@ -35,6 +37,45 @@ from envs.data.shapes import RecordShape
 from streamrl.environment import SingleTurnTask, Task
 from streamrl.errors import TaskError, describe
 from streamrl.extension import did_you_mean
+
+STANDING_IN: Mapping[str, Mapping[str, Any]] = {
+    "RL2.datasets": {
+        "Sample": rl2.Sample, "base_generate": rl2.base_generate, "initialize_state_dict": rl2.initialize_state_dict,
+        "add_llm_response": rl2.add_llm_response, "add_env_response": rl2.add_env_response,
+    },
+    "RL2.utils.communication": {"async_request": rl2.async_request},
+    "rl4llm.core.base_env": {
+        name: getattr(rl4llm, name)
+        for name in ("BaseRewardFunction", "ChatMessage", "BaseMDPEnv", "EnvState", "SampleState")
+    },
+    "rl4llm.core.base_inference_client": {"InferenceClient": rl4llm.InferenceClient},
+}
+"""By module: the names that files written for other projects import from it, where that project is not installed."""
+
+
+@contextmanager
+def origins_importable() -> Iterator[None]:
+    """Inside, the modules above can be imported; those that are installed are the real ones."""
+    roots = {name.partition(".")[0] for name in STANDING_IN}
+    missing = {root for root in roots if root not in sys.modules and find_spec(root) is None}
+    added = []
+    for name, names in STANDING_IN.items():
+        parts = name.split(".")
+        if parts[0] not in missing:
+            continue
+        for length in range(1, len(parts) + 1):
+            path = ".".join(parts[:length])
+            if path not in sys.modules:
+                sys.modules[path] = module = ModuleType(path)
+                module.__path__ = []  # a package, so that what it lacks is a ModuleNotFoundError with its whole name
+                added.append(path)
+        vars(sys.modules[name]).update(names)
+    try:
+        yield
+    finally:
+        for name in added:
+            sys.modules.pop(name, None)
+
 
 FORMS = (
     "Define one class with record(split, index) and reward(record, completion), derived from streamrl.SingleTurnTask, "
@@ -118,7 +159,7 @@ def _run(file: Path) -> ModuleType:
 
 
 class _Source(SourceFileLoader):
-    """Runs a file by its text: what lies in `__pycache__` beside it is neither signed nor what a person has read."""
+    """Runs a file by its text: what lies in `__pycache__` next to it is neither signed nor what a person has read."""
 
     def path_stats(self, path: str) -> Mapping[str, Any]:
         raise OSError(path)  # without them no bytecode is read or written

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.trajectory.chat_form import ChatCompletion
+from actors.trajectory.chat_form import ChatCompletion, Kept
 from actors.trajectory.client import Client
-from actors.trajectory.kept import Kept
 from envs.rewards.thoughts import TAIL, heard
 from streamrl.environment import AgentSession, Record
 from streamrl.errors import TaskError

@@ -9,23 +9,106 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from actors.engines.base import Engine, check_sampling
 from actors.render import SHORT_TOKEN_CHARS, Renderer, Tools
 from actors.trajectory.chat_form import Chat, as_messages
-from actors.trajectory.conversation import ENVIRONMENT, note_rewriting
-from actors.trajectory.off_loop import SMALL, off_loop
+from actors.trajectory.conversation import ENVIRONMENT, note_rewriting, rest_after
 from actors.trajectory.rules import EpisodeRules, PromptTooLongError
-from actors.trajectory.texts import Known, Texts, continued
-from actors.trajectory.transcript import Transcript
+from actors.trajectory.transcript import RecordedSequence, Transcript
 from streamrl.environment import AgentSession, ChatMessage, Generated
 from streamrl.errors import EngineError, EpisodeFullError, RequestError, TaskError
 from streamrl.messages import Sampling
+
+
+@dataclass(slots=True)
+class _Text:
+    whole: str
+    ends: list[int] = field(default_factory=list)  # characters up to the end of each turn; -1: not known any more
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A sequence as it stood at a moment: it only grows, so that a thread may read it up to here."""
+
+    sequence: RecordedSequence
+    whole: str
+    num_ids: int
+    points: tuple[tuple[int, int], ...]  # (characters, ids) up to the end of each turn
+
+    def continued(self, text: str) -> tuple[int, str] | None:
+        """The ids that this text repeats, and the rest of the text: up to the latest turn that it has whole."""
+        rest = rest_after(text, self.whole)
+        if rest is not None:
+            return self.num_ids, rest
+        for end, num_ids in reversed(self.points):
+            if end > 0 and text.startswith(self.whole[:end]):
+                return num_ids, text[end:]
+        return None
+
+
+class Texts:
+    """Texts by sequence, as the model saw them; its own words without special tokens.
+
+    A program sends the whole conversation with every call. Its text is compared with that of every sequence, as it
+    stood after each of its turns: tokens up to the longest beginning are those that were read and sampled, and only
+    what follows is tokenized.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._texts: dict[RecordedSequence, _Text] = {}
+
+    def known(self) -> list[Known]:
+        """Every sequence, as it stands now."""
+        return [
+            Known(sequence, text.whole, len(sequence.ids), tuple(
+                (end, sequence.num_prompt + turn.end) for end, turn in zip(text.ends, sequence.turns, strict=True)
+            ))
+            for sequence, text in self._texts.items()
+        ]
+
+    def hear(self, sequence: RecordedSequence, text: str, token_ids: Sequence[int]) -> None:
+        """The model read this text and said these tokens, now the last turn of the sequence."""
+        known = self._texts.setdefault(sequence, _Text(""))
+        if not text.startswith(known.whole):  # other white space: places of earlier turns are not those in this text
+            known.ends = [-1] * len(known.ends)
+        known.whole = text + self._renderer.text(token_ids)
+        known.ends.append(len(known.whole))
+
+
+def continued(text: str, known: Iterable[Known]) -> tuple[list[int], str]:
+    """The ids of the sequence that an input continues the longest, and the text after them; none if it continues none.
+    """
+    found = [(one, *point) for one in known if (point := one.continued(text)) is not None]
+    if not found:
+        return [], text
+    one, num_ids, rest = max(found, key=lambda point: point[1])
+    return one.sequence.ids[:num_ids], rest
+
+
+T = TypeVar("T")
+SMALL = 1 << 15
+"""Bytes or characters that are read faster than a thread is woken."""
+NUM_AT_ONCE = 2
+"""Large pieces of work that run at once, each with memory of its own."""
+
+_threads = ThreadPoolExecutor(NUM_AT_ONCE, "large-request")
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """The result of `work`, from a thread if it reads more than a little: heartbeats and other calls go on."""
+    if size <= SMALL:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+
 
 GREEDY_BELOW = 0.01
 """A lower temperature of a call is 0: the engines go down to this."""

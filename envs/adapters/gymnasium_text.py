@@ -8,13 +8,14 @@ Observations and actions are texts. Each observation is a message of the user, t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from envs.adapters.forms import parameters_of
 from envs.reward_values import number
 from streamrl.environment import ChatMessage, Record, Step
-from streamrl.errors import TaskError
+from streamrl.errors import TaskError, describe
 
 NUM_TRAIN, NUM_TEST = 1_000_000, 200
 LAST_SEED = 2**31 - 1
@@ -95,3 +96,47 @@ class SeededTask:
 
     def record(self, split: str, index: int) -> Record:
         return {"seed": index if split == "train" else LAST_SEED - 1 - index}
+
+
+_RESET = threading.Lock()
+"""GEM seeds the generators of the whole process and draws the game from them: one reset at a time."""
+
+
+class GemEnv(GymnasiumEnv):
+    """A game whose draws stand between its seed and the end of its reset."""
+
+    def reset(self, record: Record) -> list[ChatMessage]:
+        with _RESET:
+            return list(super().reset(record))
+
+
+def gem_task(
+    id: str, template: str = "{observation}", num_train: int = NUM_TRAIN, num_test: int = NUM_TEST, **options: Any
+) -> SeededTask:
+    """The task of one environment of the GEM package (gem-llm), of which `gem.make`, `reset` and `step` are used.
+
+    Args:
+        id: e.g. game:GuessTheNumber-v0-easy.
+        template: the user's message, with {observation} in it.
+        num_train: seeds of the training split.
+        num_test: seeds of the test split.
+        options: of the environment, as of `gem.make`.
+    Raises:
+        TaskError: the package is missing, a template without {observation}, or GEM refuses the id or the options.
+    """
+    try:
+        import gem
+    except ImportError as error:
+        raise TaskError(f"env.name=gem needs the package gem-llm ({error}): pip install gem-llm.") from error
+    if "{observation}" not in template:
+        raise TaskError(f"env.options.template={template!r:.60} must have {{observation}} where the game's text goes.")
+
+    def make() -> GemEnv:
+        return GemEnv(gem.make(id, **options), id, lambda text: template.replace("{observation}", text))
+
+    try:
+        with _RESET:
+            make()
+    except Exception as error:
+        raise TaskError(f"env.options.id={id}: GEM cannot make it with options {options}: {describe(error)}") from error
+    return SeededTask(id, make, num_train, num_test)

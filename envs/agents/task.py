@@ -6,19 +6,182 @@ What the agent says of its episode is the reward; where it says nothing, the tas
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import importlib
+import inspect
+import json
+import shlex
+import shutil
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from envs.agents.command import command_agent
-from envs.agents.function import function_agent
+from envs.adapters.forms import own_names
 from envs.async_compat import is_async
 from envs.data.shapes import RecordShape
 from envs.reward_values import as_step
+from envs.sandbox.isolation import watched
+from envs.task_file import run_file
 from envs.tools.task import WrappedTask
+from streamrl.config.addresses import environment_without_keys
 from streamrl.config.schema import EnvConfig
 from streamrl.environment import AgentSession, ChatMessage, DrivesGeneration, Env, GenerationClient, Record, Step, Task
-from streamrl.errors import EpisodeFullError, TaskError
+from streamrl.errors import ConfigError, EpisodeFullError, TaskError, install_extra
+from streamrl.extension import did_you_mean, import_attribute
+
+TAIL_BYTES = 16 << 10
+"""Of what the program wrote: its last line must be shorter."""
+END_S = 10.0
+"""For everything that the program started to be gone."""
+
+
+def command_agent(command: str) -> Callable[[Record, AgentSession], Awaitable[Any]]:
+    """The agent that a command line starts. Raises TaskError for a line that is none."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise TaskError(f"env.agent_command={command}: {error}, quote its words as in a shell") from error
+    if not words:
+        raise TaskError("env.agent_command is empty: give a program and its arguments, as 'python agent.py'")
+
+    async def play(record: Record, session: AgentSession) -> Any:
+        with tempfile.TemporaryDirectory(prefix="streamrl-agent-") as folder:
+            return _reward(await _run(words, record, session, Path(folder)))
+
+    return play
+
+
+async def _run(words: list[str], record: Record, session: AgentSession, folder: Path) -> str:
+    """The last line that the program wrote. Raises TaskError if it cannot be started or fails."""
+    if shutil.which(words[0]) is None:
+        raise TaskError(f"env.agent_command cannot be started: there is no program {words[0]}. See that it is there.")
+    (folder / "record.json").write_text(json.dumps(record))
+    variables = {
+        "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key,
+        "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": session.api_key,
+        "STREAMRL_RECORD": str(folder / "record.json"),
+    }
+    process = await asyncio.create_subprocess_exec(
+        *watched(words, TAIL_BYTES), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        env=environment_without_keys() | variables, start_new_session=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        answer = await process.stdout.read()
+    finally:
+        process.stdin.close()  # ends the program, and all that it started
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), END_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    try:
+        done = json.loads(answer)
+    except ValueError as error:
+        raise TaskError(
+            "env.agent_command and its watcher were killed: see what does that, as a limit of memory"
+        ) from error
+    if code := done["status"]:
+        raise TaskError(f"env.agent_command ended with status {code}, see its last line: {_last_line(done['err'])}")
+    return _last_line(done["out"])
+
+
+def _reward(line: str) -> Any:
+    """The number or the dict of parts on a line; None if it is neither."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, int | float | dict) else None
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")
+
+
+CLIENTS = {"client": ("openai", "AsyncOpenAI", "/v1"), "anthropic": ("anthropic", "AsyncAnthropic", "")}
+"""Parameter -> the package of its client, its class, and what its base URL has at its end."""
+GIVEN = (*CLIENTS, "base_url", "api_key")
+
+
+def function_agent(name: str) -> Callable[[Record, AgentSession], Awaitable[Any]]:
+    """The agent that `agent.py:run` or `package.module:run` names. Raises TaskError if there is none.
+
+    It takes what its parameters name: `client`, an `openai.AsyncOpenAI` of its session, or `anthropic`, an
+    `anthropic.AsyncAnthropic`; `base_url` and `api_key`, for other clients; and the record, under any other name.
+    """
+    function = _found(name)
+    if not callable(function) or not is_async(function):
+        raise TaskError(f"env.agent={name} is not an async function: write `async def run(client, record)`")
+    known = list(inspect.signature(function).parameters)
+    others = [one for one in known if one not in GIVEN]
+    if len(others) != 1:
+        raise TaskError(
+            f"env.agent={name} must take the record and any of {', '.join(GIVEN)}, as run(client, record); it takes "
+            f"({', '.join(known)})"
+        )
+    clients = {one: _clients(one) for one in CLIENTS if one in known}
+
+    async def play(record: Record, session: AgentSession) -> Any:
+        given = {"base_url": session.base_url, "api_key": session.api_key, others[0]: record}
+        given |= {parameter: of.of(session) for parameter, of in clients.items()}
+        return await function(**{key: value for key, value in given.items() if key in known})
+
+    return play
+
+
+def _found(name: str) -> Any:
+    """The attribute of a file, or of a module on the import path."""
+    place, _, attribute = (name, "", "") if name.endswith(".py") else name.rpartition(":")
+    if not place.endswith(".py"):
+        try:
+            return import_attribute(name, setting="env.agent")
+        except ConfigError as error:
+            raise TaskError(str(error)) from error
+    module, file = run_file(place, setting="env.agent")
+    if not hasattr(module, attribute):
+        known = [key for key, value in own_names(module).items() if callable(value) and is_async(value)]
+        hint = did_you_mean(attribute, known) or f" It has {', '.join(known) or 'none'}."
+        raise TaskError(f"env.agent={name} names no function of {file.name}: write env.agent={place}:run.{hint}")
+    return getattr(module, attribute)
+
+
+@functools.cache
+def _clients(parameter: str) -> _Clients:
+    return _Clients(parameter)
+
+
+class _Clients:
+    """Clients of one package for all sessions of the process, over common connections: to make one takes long.
+
+    They outlive their agents. A connection that is garbage collected is closed behind its event loop's back, and the
+    next socket with its descriptor, the endpoint's own too, would never be told that something came.
+    """
+
+    def __init__(self, parameter: str) -> None:
+        package, name, self._end = CLIENTS[parameter]
+        try:
+            module = importlib.import_module(package)
+            self._make, self._http = getattr(module, name), module.DefaultAsyncHttpxClient
+        except ImportError as error:
+            raise TaskError(
+                f"the function of env.agent takes {parameter}, of the package {package}, which is not installed; "
+                f"install it with {install_extra('agents')}, or take base_url and api_key"
+            ) from error
+        self._first: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def of(self, session: AgentSession) -> Any:
+        loop, url = asyncio.get_running_loop(), session.base_url.removesuffix("/v1") + self._end
+        if self._first is None or self._loop is not loop:  # connections belong to a loop
+            http = self._http(trust_env=url.startswith("https://"))  # no proxy stands before the actor itself
+            self._first, self._loop = self._make(base_url=url, api_key=session.api_key, http_client=http), loop
+        return self._first.with_options(base_url=url, api_key=session.api_key)
+
 
 Agent = Callable[[Record, AgentSession], Awaitable[Any]]
 """Plays one episode; returns what `as_step` takes, or None."""

@@ -14,8 +14,7 @@ from dataclasses import asdict
 
 import psutil
 
-from envs.sandbox.isolation import Isolation
-from envs.sandbox.limits import Case, Execution, Limits
+from envs.sandbox.isolation import Case, Execution, Isolation, Limits
 from streamrl.processes import Child
 
 START_S = 10.0

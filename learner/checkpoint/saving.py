@@ -163,7 +163,7 @@ class Checkpoints:
         every_steps: batches between two; 0 never for their number.
         steps_per_batch: by which versions count one batch.
         tensors: what training changes, when it is called.
-        remembered: what a resumed run must know beside the tensors.
+        remembered: what a resumed run must know in addition to the tensors.
     """
 
     def __init__(

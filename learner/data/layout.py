@@ -3,7 +3,7 @@
     sequences     prompt | answer | answer | other prompt and answer          lengths, in packed order
     parents         -1       0        0               -1                      the sequence that one continues, or -1
 
-A sequence that continues another sees all of that one beside itself, and what that one continues: answers to a prompt
+A sequence that continues another sees all of that one and itself, and what that one continues: answers to a prompt
 share the prompt's tokens, which are packed once. Blocks hold sequences of similar length, chosen so that each needs
 less than twice the attention area of its members.
 

@@ -141,7 +141,7 @@ def _common(tokens: Mapping[T, np.ndarray], members: Sequence[T]) -> int:
 
 
 def _split(sizes: Mapping[int, int], shared: int, max_tokens: int) -> list[tuple[int, ...]]:
-    """The places in order, in parts that have room beside `shared` tokens, in number of tokens and of keys."""
+    """The places in order, in parts that have room next to `shared` tokens, in number of tokens and of keys."""
     parts: list[tuple[int, ...]] = []
     room = room_for_keys = 0
     for place, size in sizes.items():

@@ -7,15 +7,15 @@ past a hub, from a log or from a caller, goes through the same check here.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from streamrl.errors import ContentError
-from streamrl.messages import MAX_SEQUENCES, TO_HUB, Group, GroupOrigin, Limits, Member, MemberStatus
+from streamrl.errors import ContentError, WireError
+from streamrl.messages import MAX_SEQUENCES, TO_HUB, BatchShare, Group, GroupOrigin, Limits, Member, MemberStatus
 from streamrl.messages.codec import Decoder, unpack_ids, unpack_logprobs
 from streamrl.messages.validate import check_group, is_scorable, unpack_sets
 
@@ -229,3 +229,39 @@ def _token_turns(sources: Sequence[_Source], places: Sequence[int], mask: np.nda
             turns[first + before.end : last] = number
     turns[~mask] = 0
     return turns
+
+
+def read_share(
+    share: BatchShare, *, max_tokens: int, vocab_size: int | None = None,
+    check_rewards: Callable[[Sequence[Trajectory]], None] | None = None,
+) -> tuple[list[Trajectory], str]:
+    """The trajectories of this rank, and why packing or the objective would fail on them; "" if they would not.
+
+    Args:
+        max_tokens: that one micro-batch holds.
+        vocab_size: of the policy, where the share does not come from a hub, which has checked its groups.
+        check_rewards: raises a WireError for rows whose rewards the objective cannot use.
+    """
+    try:
+        if vocab_size is not None:
+            check_groups(share.groups, version=share.version, vocab_size=vocab_size)
+        rows = read_groups(share.groups, share.origins)
+        planned = {(row.group_id, row.index) for row in share.plan}
+        for row in rows:
+            _check(row, planned, max_tokens)
+        if check_rewards is not None:
+            check_rewards(rows)
+    except WireError as error:
+        return [], str(error)
+    return rows, ""
+
+
+def _check(row: Trajectory, planned: set[tuple[int, int]], max_tokens: int) -> None:
+    where = f"group {row.group_id} member {row.index} of actor {row.actor_id or 'unknown'}"
+    if (row.group_id, row.index) not in planned:
+        raise ContentError("plan", f"{where} is not in the plan of its batch")
+    if row.num_tokens > max_tokens:
+        raise ContentError(
+            "too_many_tokens",
+            f"{where} has {row.num_tokens} tokens, more than learner.max_tokens_per_device={max_tokens} holds",
+        )

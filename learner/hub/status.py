@@ -21,7 +21,7 @@ def write_hub_json(settings: HubSettings, endpoint: str, weights: str, ranks: st
 
 
 def write_status(hub: HubContext, now: float, *, state: str = "running") -> None:
-    """Write what the live view shows beside the metrics; the final `state` is "finished" or "stopped".
+    """Write what the live view shows in addition to the metrics; the final `state` is "finished" or "stopped".
 
     `lost` is why the learner's processes ended without a shutdown message; a new start may go well.
     """

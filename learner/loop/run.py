@@ -160,7 +160,7 @@ class Run(Callbacks):
     # --- checkpoints and records --------------------------------------------------------------------------------
 
     def remembered(self) -> dict[str, Any]:
-        """The state, beside the tensors, that a resumed run needs."""
+        """The state that a resumed run needs, apart from the tensors."""
         recorder, settings = self.recorder, self.trainer.settings
         return {
             "run_id": self.run_id, "learner_epoch": self.learner_epoch, "steps_per_batch": settings.steps_per_batch,

@@ -30,7 +30,7 @@ def main() -> int:
         epilog="It begins at the nearest checkpoint and trains the batches of the log from there on, which gives the "
         "same bits on a CPU in float32; it compares them with the digests in the log and says so.",
     )
-    parser.add_argument("version", metavar="RUN@N", help="a version of a run, as runs/quickstart-001@137 or @best")
+    parser.add_argument("version", metavar="RUN@N", help="a version of a run, such as runs/quickstart-001@137 or @best")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"instead of RUN/{FOLDER}/N")
     parser.add_argument(
         "--without", type=group_ids, default=frozenset(), metavar="GROUP[,GROUP]",
@@ -56,7 +56,7 @@ def at(
     """Rebuild a version and print where it lies; the exit status."""
     found = named_version(name)
     if found is None:
-        raise ControlError(f"{name}: give a run directory and a version, as runs/quickstart-001@137")
+        raise ControlError(f"{name}: give a run directory and a version, such as runs/quickstart-001@137")
     run_dir, version = found
     if out is not None and out.exists():
         raise ControlError(f"--out {out} exists: give a folder that does not")

@@ -62,8 +62,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, metavar="S", help="of what is chosen; by default a new one")
     parser.add_argument("--digest", default="", metavar="HEX", help="that `streamrl bundle` printed")
     parser.add_argument("words", nargs="*", default=[], metavar="key=value",
-                        help="settings that replace the run's own, as env.path=task.py where the file is here, and "
-                        "code that it may use, as actors.allow=[NAME]")
+                        help="settings that replace the run's own, such as env.path=task.py where the file is here, "
+                        "and code that it may use, such as actors.allow=[NAME]")
     given = parser.parse_intermixed_args()
     levels = LEVELS if given.level == "all" else tuple(given.level.split(","))
     if unknown := [name for name in levels if name not in LEVELS]:

@@ -35,7 +35,7 @@ OWN = "the run's own settings"
 
 def main() -> int:
     parser = parser_of(
-        "what-if", "Train a run's recorded batches again under other settings, beside its own as the reference.",
+        "what-if", "Train a run's recorded batches again under other settings, and its own as the reference.",
         find=find_run_dir, between=True,
         usage="streamrl what-if RUN [--from N] [--to N] [algorithm=NAME,NAME] [key=value ...]",
         epilog=f"A fork stops where its evidence ends: ESS below {ESS_FLOOR} for {PATIENCE} batches in a row against "
@@ -64,7 +64,7 @@ def arms(run_dir: Path, words: Sequence[str]) -> dict[str, Config]:
     names = [one for word in words if word.startswith("algorithm=") for one in word.partition("=")[2].split(",")]
     more = [word for word in words if not word.startswith("algorithm=")]
     if not names and not more:
-        raise ConfigError("no setting is changed: give algorithm=NAME,NAME or others, as policy.optimizer.lr=1e-6")
+        raise ConfigError("no setting is changed: give algorithm=NAME,NAME or others, such as policy.optimizer.lr=1e-6")
     path = run_dir / "config.yaml"
     made = {OWN: load_run_config(run_dir, allow)}  # what the run names is allowed, or none of it is read
     for name in names or [""]:

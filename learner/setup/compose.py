@@ -25,9 +25,8 @@ from learner.loop.steering import Steering
 from learner.publish.publishing import Prober, Versions, probe_tokens
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
-from learner.record.expected import ExpectedAnswers
 from learner.record.recorder import Recorder
-from learner.record.step_samples import open_samples
+from learner.record.step_samples import ExpectedAnswers, open_samples
 from learner.setup.device import environment
 from learner.setup.hub import StartedHub, announce, same_address, start_hub
 from learner.setup.inputs import Inputs, open_inputs, prepare_inputs

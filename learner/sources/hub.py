@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from learner.data.shares import read_share
+from learner.data.trajectories import read_share
 from learner.hub_client.link import HubLink
 from learner.objective.rewards import RewardRules
 from learner.objective.statistics import TrainedBatch

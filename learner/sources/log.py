@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 from msgspec import Struct
 
-from learner.data.shares import read_share
-from learner.data.trajectories import Trajectory
+from learner.data.trajectories import Trajectory, read_share
 from learner.hub.ledger.plan import share_batch
 from learner.hub.ledger.tables.groups import HeldGroup, HeldMember
 from learner.objective.statistics import TrainedBatch

@@ -1,4 +1,4 @@
-"""A run of a trainer beside RL: batches from a file, optimizer steps, held-out loss, checkpoints, the record.
+"""A run of a trainer other than RL: batches from a file, optimizer steps, held-out loss, checkpoints, the record.
 
 There is no hub: the run directory has what one of RL has, but for its log. The records of a step follow from its
 number, so a resumed run trains on what the one before would have.
@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from envs.data.dataset import Dataset, open_dataset
-from envs.data.mixture import Mixture
+from envs.data.dataset import Dataset, Mixture, open_dataset
 from envs.data.shapes import tool_schemas
 from learner.checkpoint.checkpoint import ResumeState, find_resume_state
 from learner.checkpoint.run_lock import lock_run_dir

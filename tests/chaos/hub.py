@@ -14,8 +14,8 @@ import learner.hub.__main__ as program
 from learner.hub.context.settings import HubSettings, write_settings
 from learner.hub.ledger import apply as transitions
 from learner.hub.ledger.accept import Acceptance, AcceptResult
+from learner.hub.ledger.cut import LagProof
 from learner.hub.ledger.membership import JoinResult, Membership
-from learner.hub.ledger.proof import LagProof
 from learner.hub.ledger.state import State
 from learner.hub.ledger.tables.groups import GroupRecord
 from streamrl import parent_watch

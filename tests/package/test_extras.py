@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from envs.agents.function import _Clients
+from envs.agents.task import _Clients
 from envs.data.shapes import RecordShape
-from envs.data.tables import _library
+from envs.data.sources import _library
 from envs.rewards.registry import REWARDS
 from envs.tasks.reasoning import package
 from envs.tools.search import TextIndex
@@ -25,7 +25,6 @@ from streamrl.sweep.study import check_search
 pytestmark = pytest.mark.timeout(60)
 PYPROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 EXTRAS = PYPROJECT["optional-dependencies"]
-
 
 
 def reward(name: str) -> object:

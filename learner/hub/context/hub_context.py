@@ -13,14 +13,10 @@ from learner.hub.context.connections import Connections
 from learner.hub.context.run_log import RunLog
 from learner.hub.context.settings import HubSettings
 from learner.hub.context.weight_server import WeightServer
-from learner.hub.counters.actor_load import ActorLoads, SandboxLevels
-from learner.hub.counters.arrivals import Arrivals
-from learner.hub.counters.episode_failures import EpisodeFailures
-from learner.hub.counters.hung_calls import HungCalls
-from learner.hub.counters.observer import Observer
+from learner.hub.counters import ActorLoads, Arrivals, EpisodeFailures, HungCalls, Observer, SandboxLevels
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.liveness.ranks import RankWatch
-from learner.hub.trust.actor_trust import ActorTrust
+from learner.hub.trust import ActorTrust
 from streamrl.config.schema import PromptOverflow
 from streamrl.messages import PROTOCOL, Message
 from streamrl.messages.codec import encode

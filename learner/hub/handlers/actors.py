@@ -10,7 +10,7 @@ import msgspec
 
 from learner.hub.context.connections import Connection, shut_out
 from learner.hub.context.hub_context import HubContext
-from learner.hub.counters.observer import Arrival
+from learner.hub.counters import Arrival
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.ledger.grant import in_messages
 from learner.hub.ledger.membership import stop_of

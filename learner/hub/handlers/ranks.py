@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from learner.hub.context.hub_context import HubContext
-from learner.hub.counters.arrivals import all_dropped, all_equal
+from learner.hub.counters import all_dropped, all_equal
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.ledger.plan import share_batch
 from learner.hub.liveness.ranks import Finding

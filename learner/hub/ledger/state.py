@@ -2,18 +2,78 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from learner.hub.ledger.tables.dedup import DedupTable
 from learner.hub.ledger.tables.evals import EvalSource, EvalTable
-from learner.hub.ledger.tables.groups import GroupRecord, GroupTable
-from learner.hub.ledger.tables.journal import Journal
-from learner.hub.ledger.tables.passed_over import PassedOver
+from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupTable
 from learner.hub.ledger.tables.prompts import PromptStream
 from learner.hub.ledger.tables.settings import LedgerSettings
 from learner.hub.ledger.tables.versions import LagBounds, Versions
-from streamrl.messages import Lineage, Sampling
+from streamrl.messages import GroupOrigin, KeptGroup, Lineage, Sampling
+from streamrl.messages.seeding import draw_key
+from streamrl.stream.records import GroupArrived, Record
+
+
+class Journal:
+    """The records that changes of the ledger leave for the run's log, in order.
+
+    The shell takes and writes them, and says how far they are durable.
+    """
+
+    def __init__(self) -> None:
+        self.next_sequence = 1
+        self._waiting: list[Record] = []
+        self._unsynced: deque[tuple[int, Delivery]] = deque()
+
+    @property
+    def first_waiting(self) -> int:
+        """The number of the next record that `take` gives."""
+        return self.next_sequence - len(self._waiting)
+
+    def append(self, record: Record) -> int:
+        """Add a record; returns its number. The delivery of an accepted group becomes durable with it."""
+        sequence = self.next_sequence
+        self.next_sequence += 1
+        self._waiting.append(record)
+        if isinstance(record, GroupArrived) and not record.refused:
+            self._unsynced.append((sequence, Delivery(record.actor_id, record.incarnation, record.seq)))
+        return sequence
+
+    def take(self) -> list[Record]:
+        """Take what was added since the last call."""
+        taken, self._waiting = self._waiting, []
+        return taken
+
+    def synced(self, sequence: int) -> list[Delivery]:
+        """Take the deliveries whose records, up to this number, survive a crash."""
+        done = []
+        while self._unsynced and self._unsynced[0][0] <= sequence:
+            done.append(self._unsynced.popleft()[1])
+        return done
+
+
+class PassedOver:
+    """The `num` groups with the smallest keys of those added since the last `take`."""
+
+    def __init__(self, num: int, seed: int) -> None:
+        self._num, self._seed = num, seed
+        self._kept: dict[int, tuple[KeptGroup, ...]] = {}  # by group
+
+    def add(self, group_id: int, frames: Sequence[bytes], origins: Sequence[GroupOrigin], fate: str) -> None:
+        """Add frames of a group that will not be trained on; `fate` says why."""
+        if not frames or not self._num:
+            return
+        self._kept[group_id] = tuple(KeptGroup(bytes(f), o, fate) for f, o in zip(frames, origins, strict=True))
+        drawn = heapq.nsmallest(self._num, self._kept, key=lambda one: draw_key(self._seed, one))
+        self._kept = {one: self._kept[one] for one in drawn}
+
+    def take(self) -> tuple[KeptGroup, ...]:
+        """Take every frame of the drawn groups."""
+        kept, self._kept = self._kept, {}
+        return tuple(frame for frames in kept.values() for frame in frames)
 
 
 class State:

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from envs.agents.command import TAIL_BYTES
-from envs.agents.function import _clients
+from envs.agents.task import TAIL_BYTES, _clients
 from envs.registry import task_of
 from envs.tools.task import WrappedTask
 from streamrl.messages import Outcome

@@ -17,7 +17,7 @@ from actors.endpoint.access import BODY_S
 from actors.endpoint.endpoint import Endpoint
 from actors.rollout import run_group, sendable
 from actors.settings import make_endpoint
-from envs.agents.function import function_agent
+from envs.agents.task import function_agent
 from envs.registry import task_of
 from streamrl.config.load import load_config, to_plain
 from streamrl.environment import AgentSession

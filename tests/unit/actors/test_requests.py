@@ -23,8 +23,8 @@ from actors.local_policy import LocalPolicy
 from actors.render import SHORT_TOKEN_CHARS, Renderer
 from actors.rollout import run_group
 from actors.serve.__main__ import served
-from actors.trajectory import kept
-from actors.trajectory.off_loop import SMALL
+from actors.trajectory import chat_form
+from actors.trajectory.client import SMALL
 from actors.trajectory.rules import EpisodeRules
 from bench.requests import drive
 from streamrl.config.schema import SamplingConfig
@@ -366,7 +366,7 @@ def test_refused_calls_leave_nothing_and_answers_are_kept_up_to_a_size():
         for number in range(30):
             await asks.post("/v1/responses", json={"input": "abc" * (number + 1)})
         assert not session.asked and 0 < len(session.answers) <= 30
-        assert session.answers.num_bytes <= kept.MAX_BYTES and len(session.conversations) == 30
+        assert session.answers.num_bytes <= chat_form.MAX_BYTES and len(session.conversations) == 30
 
     with_server(work)
 
@@ -374,7 +374,7 @@ def test_refused_calls_leave_nothing_and_answers_are_kept_up_to_a_size():
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40))))
 def test_what_is_kept_is_the_newest_that_fits(entries):
-    one = kept.Kept(max_bytes=100)
+    one = chat_form.Kept(max_bytes=100)
     for key, size in entries:
         one.put(key, size, size)
         assert one.num_bytes == sum(one) <= 100

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from envs.check import check_task
 from envs.data import dataset
 from envs.data.dataset import open_dataset
-from envs.data.lines import JsonLines
 from envs.data.shapes import PROMPT_KEYS, RecordShape, tool_schemas
-from envs.data.sources import absolute, open_source, split_of
+from envs.data.sources import JsonLines, absolute, open_source, split_of
 from envs.registry import task_of
 from envs.reward_file import written_reward
 from learner.supervised.records import AnswerShape
@@ -119,7 +118,7 @@ def test_paths_are_made_absolute_and_hub_names_stay(tmp_path, monkeypatch):
 # --- lines -----------------------------------------------------------------------------------------------------------
 
 def test_lines_are_found_whatever_their_ends_and_blanks(tmp_path, monkeypatch):
-    monkeypatch.setattr("envs.data.lines.CHUNK_BYTES", 64)  # smaller than the file: reads end inside of lines
+    monkeypatch.setattr("envs.data.sources.CHUNK_BYTES", 64)  # smaller than the file: reads end inside of lines
     texts = [json.dumps(row, ensure_ascii=index % 2 == 0) for index, row in enumerate(ROWS)]
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf\n" + "\r\n  \r\n".join(texts).encode())
     source = JsonLines(tmp_path / "a.jsonl", "a.jsonl")

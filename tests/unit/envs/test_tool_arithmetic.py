@@ -6,7 +6,7 @@ import pytest
 
 from envs.check import check_task
 from envs.registry import load_task
-from envs.tasks.tool_arithmetic import ToolArithmetic
+from envs.tasks.strings import ToolArithmetic
 from streamrl.environment import HasTargetTurns, Step
 from streamrl.errors import TaskError
 

@@ -14,7 +14,7 @@ import pytest
 
 from actors.render import Renderer
 from actors.trajectory.chat_form import FunctionCall, ToolCall, Written, as_messages
-from envs.adapters.dialogue import DialogueEnv
+from envs.adapters.reward_functions import DialogueEnv
 from envs.data import chat_template
 from envs.data.shapes import RecordShape
 from envs.data_task import AnswerEnv, task_from_data

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from learner.hub.ledger.proof import LagProof
+from learner.hub.ledger.cut import LagProof
 from tests.unit.config.setting_harness import tiny_model
 from tests.unit.hub.broadcast_harness import BroadcastHarness
 
 
 @pytest.fixture(autouse=True)
 def every_batch_is_proved(monkeypatch):
-    """Read every batch from its frames, not only each sixteenth: see `learner.hub.ledger.proof`."""
+    """Read every batch from its frames, not only each sixteenth: see `learner.hub.ledger.cut`."""
     monkeypatch.setattr(LagProof, "frames_every", 1)
 
 

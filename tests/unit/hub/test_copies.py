@@ -10,7 +10,7 @@ import pytest
 
 from actors.rollout import sendable
 from learner.data.trajectories import read_groups
-from learner.hub.ledger.proof import FRAMES_EVERY, LagProof
+from learner.hub.ledger.cut import FRAMES_EVERY, LagProof
 from streamrl.messages import BatchShare, Group, Installed, InstallSource, Leases, Manifest, Welcome, codec
 from streamrl.transport.client import HubClient
 from streamrl.transport.session import ActorSession, Progress

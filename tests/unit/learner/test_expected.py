@@ -7,7 +7,7 @@ import json
 import pytest
 
 from envs.registry import task_of
-from learner.record.expected import MAX_CHARS, ExpectedAnswers
+from learner.record.step_samples import MAX_CHARS, ExpectedAnswers
 from streamrl.config.eval_sets import eval_sets
 from streamrl.config.load import load_config
 from streamrl.metrics.samples import Sample

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from bench.pieces import predict_ess
-from learner.control.drift import DriftTracker, to_bins
-from learner.control.staleness import StalenessControl
+from learner.control.staleness import DriftTracker, StalenessControl, to_bins
 from learner.setup.trainer import make_staleness
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.metrics.meter import Meter

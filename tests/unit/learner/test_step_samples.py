@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from learner.data.packing import pack
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
-from learner.record.sample_selection import draft, draw_groups, draw_member, draw_prompts, token_texts
-from learner.record.step_samples import open_samples
+from learner.record.step_samples import draft, draw_groups, draw_member, draw_prompts, open_samples, token_texts
 from streamrl.config.schema import AdvantageConfig, LossConfig, SamplesConfig
 from streamrl.messages import BatchShare, EvalResult, GroupOrigin, KeptGroup
 from streamrl.metrics.samples import Sample, read_samples

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envs.rewards.code import close, matches, same_value
 from envs.rewards.extract import (
     ANSWER_TAGS,
     final_answer,
@@ -23,9 +24,8 @@ from envs.rewards.extract import (
     last_hashes,
     last_number,
 )
-from envs.rewards.forms import repeats_itself
 from envs.rewards.mathematics.equality import grade
-from envs.rewards.output_match import close, matches, same_value
+from envs.rewards.registry import repeats_itself
 
 
 @pytest.mark.parametrize(

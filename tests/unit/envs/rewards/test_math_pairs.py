@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from envs.data.shapes import RecordShape
 from envs.rewards.answers import Boxed, FreeMath, ThinkAnswerTags
 from envs.rewards.extract import last_boxed, last_number
-from envs.rewards.mathematics.equality import grade
+from envs.rewards.mathematics.equality import grade, quantity
 from envs.rewards.mathematics.text import clean, number, parts
-from envs.rewards.mathematics.units import quantity
 from envs.rewards.thoughts import spoken
 from streamrl.config.schema import RewardConfig
 

@@ -16,8 +16,7 @@ from actors.settings import episode_rules
 from envs.data.shapes import RecordShape
 from envs.data_task import task_from_data
 from envs.json_service import listening
-from envs.rewards.combined import combine
-from envs.rewards.registry import REWARDS, make_reward
+from envs.rewards.registry import REWARDS, combine, make_reward
 from envs.rewards.verifier_server import PATH, checking
 from envs.sandbox import SandboxPool
 from streamrl.config.load import load_config

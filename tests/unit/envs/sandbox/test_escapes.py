@@ -12,8 +12,8 @@ import pytest
 
 from envs.sandbox import Limits, SandboxPool
 from envs.sandbox import pool as pool_module
-from envs.sandbox.detect import find_isolation, why_not
 from envs.sandbox.isolation import Isolation, base_python
+from envs.sandbox.pool import find_isolation, why_not
 from tests.flow.processes import wait_until
 from tests.unit.envs.sandbox.bubblewrap import bwrap
 from tests.unit.envs.sandbox.programs import ATTEMPTS, Attempt

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from envs.sandbox import Call, Case, Limits, SandboxPool
-from envs.sandbox.detect import find_isolation
+from envs.sandbox.pool import find_isolation
 from streamrl.errors import TaskError
 
 

@@ -17,9 +17,8 @@ from envs.tasks.strings import StringTask
 from envs.tools.calculator import Calculator, calculate
 from envs.tools.environment import ToolEnv
 from envs.tools.parsing import PARSERS, BadCall, ToolCall, parse_tags
-from envs.tools.python import PythonTool
 from envs.tools.search import SearchTool
-from envs.tools.task import with_tools
+from envs.tools.task import PythonTool, with_tools
 from envs.tools.tool import ToolError
 from streamrl.config.load import from_plain
 from streamrl.config.schema import Config, EnvConfig, Sandbox, ToolUseConfig

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner.hub.counters.actor_load import ActorLoads
-from learner.hub.counters.arrivals import Arrivals
-from learner.hub.counters.observer import Arrival
+from learner.hub.counters import ActorLoads, Arrival, Arrivals
 from learner.hub.ledger.tables.filters import zero_std
 from streamrl.messages import EVAL_BIT, NUM_FAILED_EPISODES, Group, MemberStatus, Outcome, ReturnReason, Sampling
 from tests.unit.hub.factories import FakeActor, hello_of, make_ledger, member

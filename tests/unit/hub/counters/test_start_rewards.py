@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from learner.hub.counters.arrivals import Arrivals, all_dropped, all_equal
-from learner.hub.counters.observer import Arrival
+from learner.hub.counters import Arrival, Arrivals, all_dropped, all_equal
 from learner.hub.ledger.tables.filters import accuracy_range, zero_std
 from streamrl.messages import VersionRef
 from tests.unit.hub.factories import FakeActor, make_ledger

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from learner.hub.ledger.proof import FRAMES_EVERY, LagProof
+from learner.hub.ledger.cut import FRAMES_EVERY, LagProof
 from streamrl.messages.codec import Decoder
 from tests.unit.hub.factories import FakeActor, make_ledger, train
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from learner.hub.ledger.state import PassedOver
 from learner.hub.ledger.tables.filters import zero_std
-from learner.hub.ledger.tables.passed_over import PassedOver
 from streamrl.messages import Group, GroupOrigin
 from streamrl.messages.actors import TO_HUB
 from streamrl.messages.codec import Decoder
