@@ -132,7 +132,7 @@ def find_model(source: str, allow: Sequence[str] = ()) -> LocalModel:
 
 
 def _saved_model(run: Path, version: int, allow: Sequence[str]) -> LocalModel:
-    """From a checkpoint if there is one of that version, else rebuilt from the run's log."""
+    """Load from a checkpoint if there is one of that version, else rebuilt from the run's log."""
     if version not in saved_versions(run):
         if segments(run):
             return LocalModel(rebuilt(run, version, allow))

@@ -69,7 +69,7 @@ class RecordedEngine:
         )
 
     def _context(self, turn: Turn) -> list[int]:
-        """All that the model read before this turn."""
+        """Return everything that the model read before this turn."""
         start, prompt = next(one for one in reversed(self._contexts) if one[0] <= turn.start)
         return [*unpack_ids(prompt).tolist(), *self._tokens[start : turn.start]]
 

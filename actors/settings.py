@@ -44,7 +44,7 @@ def make_renderer(config: Config, tokenizer: Any, end_ids: Collection[int], task
 
 
 def make_endpoint(config: Config) -> Endpoint:
-    """Where the run's agents reach this actor. Raises ConfigError for a key that is not there."""
+    """Return where the run's agents reach this actor. Raises ConfigError for a key that is not there."""
     one = config.actors.endpoint
     return Endpoint(one.bind, one.advertise, key_of("actors.endpoint.admin_key_env", one.admin_key_env))
 

@@ -172,7 +172,7 @@ class Client:
 
     @property
     def vocab_size(self) -> int:
-        """All ids of the model are below this; its embedding may be padded beyond the tokenizer's length."""
+        """Upper bound of the model's ids; its embedding may be padded beyond the tokenizer's length."""
         return getattr(self._engine, "vocab_size", None) or len(self._renderer.tokenizer)
 
     @property

@@ -157,7 +157,7 @@ class _Process:
         return answer
 
     def cancel(self, number: int) -> None:
-        """Its answer is not waited for any more."""
+        """Stop waiting for its answer."""
         with self._lock:
             if self._asked.pop(number, None) is not None:
                 self._say({"cancel": number})

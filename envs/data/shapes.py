@@ -107,7 +107,7 @@ class RecordShape:
 
 
 def too_long(record: Record) -> str:
-    """Why a record of more than MAX_RECORD_BYTES cannot be leased, with its longest field."""
+    """Explain why a record of more than MAX_RECORD_BYTES cannot be leased, with its longest field."""
     sizes = {key: len(json.dumps(value)) for key, value in record.items()}
     longest = max(sizes, key=sizes.__getitem__)
     return (f"it has {len(json.dumps(dict(record))):,} bytes as JSON, {sizes[longest]:,} of them in field {longest!r}: "

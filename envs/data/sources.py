@@ -228,7 +228,7 @@ class JsonLines:
         self._digests = digests
 
     def _texts(self) -> Iterator[bytes]:
-        """All lines, in reads of many."""
+        """Yield all lines, many of them a read."""
         first, total = 0, len(self)
         while first < total:
             start = int(self._starts[first])

@@ -162,7 +162,7 @@ def _visible(python: str) -> tuple[list[str], dict[str, str], list[str]]:
 
 
 def _roots(python: str) -> list[str]:
-    """Folders beside /usr that this interpreter needs."""
+    """Folders outside /usr that this interpreter needs."""
     prefix = sys.base_prefix if python == base_python() else "/usr"
     return [] if prefix == "/usr" or prefix.startswith("/usr/") else [prefix]
 

@@ -96,7 +96,7 @@ class KeepsLedger(Protocol):
 
 
 class Saving:
-    """One learner rank's part in them.
+    """A learner rank's part in saving checkpoints.
 
     Args:
         background: where they are written; None writes them while training waits.

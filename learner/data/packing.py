@@ -328,7 +328,7 @@ def first_fit(families: Sequence[Family], rows: Sequence[Trajectory], max_tokens
 
 
 def _largest_first(families: Sequence[Family], sizes: Mapping[Family, int]) -> list[Family]:
-    """By size, with all families of a stem at the place of its largest."""
+    """Sort by size, with all families of a stem at the place of its largest."""
     found: dict[Stem | Family, list[Family]] = {}
     for family in sorted(families, key=lambda family: (-sizes[family], family.members)):
         found.setdefault(family.stem or family, []).append(family)

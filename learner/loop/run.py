@@ -172,7 +172,7 @@ class Run(Callbacks):
         }
 
     def record(self, step: int, trained: TrainedBatch) -> None:
-        """One row of metrics and the step's samples; every rank calls it, rank 0 writes."""
+        """Record a row of metrics and the step's samples; every rank calls it, rank 0 writes."""
         meter, result = trained.measured, trained.result
         self.samples.keep(step, trained.statistics, skipped=result.skipped)
         measured = {**self.trainer.clock.take(), **self.process_use.sample()}

@@ -50,7 +50,7 @@ def agreed_run_dir(
 
 
 def environment(ranks: Ranks) -> dict[str, str]:
-    """What the equality of two trainings, bit by bit, depends on beside settings and data, each in words."""
+    """Conditions on which two trainings are equal bit by bit, apart from settings and data, each in words."""
     return {
         "python": platform.python_version(), **{name: version(name) for name in PACKAGES},
         "machine": platform.machine(), "torch_build": xxhash.xxh3_64_hexdigest(torch.__config__.show().encode()),

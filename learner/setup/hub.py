@@ -30,7 +30,7 @@ log = logging.getLogger("streamrl.learner")
 
 @dataclass(frozen=True, slots=True)
 class StartedHub:
-    """A hub that starts beside this process, where ranks reach it, and their heartbeats.
+    """A hub that starts in a process of its own, where ranks reach it, and their heartbeats.
 
     Rank 0 alone has its `process`.
     """

@@ -36,7 +36,7 @@ TELL_S = 10.0
 
 @dataclass(frozen=True)
 class Recovered:
-    """What this start has taken over from the log.
+    """State that this start took over from the log.
 
     Attributes:
         again_from: the version from which batches were trained again; -1 if the log had none.

@@ -14,7 +14,7 @@ NOT_FINITE = "gradients are not finite"
 
 
 def why_skipped(result: BatchResult) -> str:
-    """Why optimizer steps of a batch were skipped; "" if none was."""
+    """Return why optimizer steps of a batch were skipped; "" if none was."""
     num_steps, num_skipped = len(result.steps), result.num_skipped
     if not num_skipped:
         return ""

@@ -259,7 +259,7 @@ class PairShape(AnswerShape):
 
     @staticmethod
     def margin(record: Record) -> float:
-        """How much better the better answer is at least."""
+        """Smallest margin by which the better answer is better."""
         margin = record.get("margin")
         if margin is None:
             return 0.0

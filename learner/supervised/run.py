@@ -100,7 +100,7 @@ class Run:
         return True
 
     def train_step(self) -> dict[str, float]:
-        """One optimizer step; its measurements."""
+        """Take one optimizer step; returns its measurements."""
         config = self.config
         with self.clock.timed("pack"):
             size, data = config.rollout.num_prompts_per_step, config.data
@@ -179,7 +179,7 @@ class Run:
         return {f"supervised/held_out_{name}": measured[name] for name in ("loss", "accuracy") if name in measured}
 
     def record(self, measured: dict[str, float]) -> None:
-        """One row of metrics; the slowest rank's times."""
+        """Write one row of metrics; the slowest rank's times."""
         times = self.clock.take()
         of_ranks = zip(*self.ranks.gather_world(list(times.values())), strict=True)
         slowest = {key: max(values) for key, values in zip(times, of_ranks, strict=True)}

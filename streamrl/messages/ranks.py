@@ -59,7 +59,7 @@ class PlanRow(Message):
 
 
 class GroupOrigin(Message):
-    """Who generated a GROUP frame, from which prompt of its split."""
+    """Origin of a GROUP frame: the actor, and which prompt of its split."""
 
     actor_id: Id
     prompt_index: U64

@@ -1,4 +1,4 @@
-"""Are two mathematical answers the same? Texts are taken apart here, and `exact` compares their expressions.
+"""Equality of two mathematical answers. Texts are taken apart here, and `exact` compares their expressions.
 
 Everything is a function of two texts: nothing keeps state, and nothing limits time (`math_worker` does).
 """

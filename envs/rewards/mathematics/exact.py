@@ -1,4 +1,4 @@
-"""Are two expressions the same number, or the same function of their symbols? Nothing is decided by a float.
+"""Equality of two expressions: the same number, or the same function of their symbols. Nothing is decided by a float.
 
     both rational    by rational arithmetic
     else             by their difference, with so many digits as the largest and smallest values in them call for: what

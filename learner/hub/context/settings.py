@@ -32,7 +32,7 @@ class EvalSetSettings(msgspec.Struct, frozen=True):
 
 
 class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the hub process needs before the first version is published."""
+    """Everything that the hub process needs before the first version is published."""
 
     started: RunStarted
     """The log's record of this start: the run's id, the epoch, and the version that it begins with."""

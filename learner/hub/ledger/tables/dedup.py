@@ -160,7 +160,7 @@ class DedupEntry:
 
     @property
     def num_to_accept(self) -> int:
-        """How many accepted numbers the next ack tells of."""
+        """Number of accepted messages that the next ack tells of."""
         return len(self._to_accept)
 
     def make_durable(self, seq: int) -> None:
