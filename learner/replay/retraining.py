@@ -12,7 +12,7 @@ from envs.registry import task_of
 from learner.audit.audit import Audit
 from learner.checkpoint.checkpoint import checkpoint_at
 from learner.data.trajectories import Trajectory, check_groups, read_groups
-from learner.hub.trust import DRAWS_BY_SEED, MAX_OTHER_DRAWS
+from learner.hub.observers.trust import DRAWS_BY_SEED, MAX_OTHER_DRAWS
 from learner.loop.retrain import Retrained
 from learner.objective.statistics import Agreements
 from learner.replay.consistency import metrics_rows, same

@@ -13,10 +13,10 @@ from learner.hub.context.connections import Connections
 from learner.hub.context.run_log import RunLog
 from learner.hub.context.settings import HubSettings
 from learner.hub.context.weight_server import WeightServer
-from learner.hub.counters import ActorLoads, Arrivals, EpisodeFailures, HungCalls, Observer, SandboxLevels
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.liveness.ranks import RankWatch
-from learner.hub.trust import ActorTrust
+from learner.hub.observers.counters import ActorLoads, Arrivals, EpisodeFailures, HungCalls, Observer, SandboxLevels
+from learner.hub.observers.trust import ActorTrust
 from streamrl.config.schema import PromptOverflow
 from streamrl.messages import PROTOCOL, Message
 from streamrl.messages.codec import encode

@@ -10,11 +10,11 @@ import msgspec
 
 from learner.hub.context.connections import Connection, shut_out
 from learner.hub.context.hub_context import HubContext
-from learner.hub.counters import Arrival
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.ledger.grant import in_messages
 from learner.hub.ledger.membership import stop_of
 from learner.hub.ledger.tables.groups import GroupState
+from learner.hub.observers.counters import Arrival
 from streamrl.errors import ProtocolVersionError, WireError
 from streamrl.messages import (
     PROTOCOL,

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from learner.hub.context.hub_context import HubContext
-from learner.hub.counters import all_dropped, all_equal
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.ledger.plan import share_batch
 from learner.hub.liveness.ranks import Finding
+from learner.hub.observers.counters import all_dropped, all_equal
 from streamrl.errors import StreamrlError, WireError
 from streamrl.messages import (
     RANK_TO_HUB,

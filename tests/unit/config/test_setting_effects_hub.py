@@ -406,7 +406,7 @@ def test_a_wait_is_reported_only_after_the_time_set(scripted_hub, caplog):
 
 def run_of(hub: ScriptedHub) -> SimpleNamespace:
     """The parts of a run that evaluating needs: config, step and version, and the evaluations of this hub."""
-    samples = StepSamples(hub.config.samples, seed=hub.config.run.seed, ranks=Ranks(), reader=None)
+    samples = StepSamples(hub.config.samples, seed=hub.config.run.seed, ranks=Ranks())
     clock, recorder = StepClock(Activity()), SimpleNamespace(evaluated=lambda result, asked: None)
     evaluations = Evaluations(
         eval_sets(hub.config), hub.link, samples, clock, recorder, every_steps=hub.config.eval.every_steps

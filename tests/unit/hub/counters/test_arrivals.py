@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from learner.hub.counters import ActorLoads, Arrival, Arrivals
 from learner.hub.ledger.tables.filters import zero_std
+from learner.hub.observers.counters import ActorLoads, Arrival, Arrivals
 from streamrl.messages import EVAL_BIT, NUM_FAILED_EPISODES, Group, MemberStatus, Outcome, ReturnReason, Sampling
 from tests.unit.hub.factories import FakeActor, hello_of, make_ledger, member
 

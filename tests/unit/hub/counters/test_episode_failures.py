@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from learner.hub import server
-from learner.hub.counters import NUM_FIRST, Arrival, EpisodeFailures
+from learner.hub.observers.counters import NUM_FIRST, Arrival, EpisodeFailures
 from streamrl.errors import TaskError
 from streamrl.messages import (
     NUM_FAILED_EPISODES,

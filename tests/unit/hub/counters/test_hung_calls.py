@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from learner.hub.counters import LAST_CHANCE_S, REPEAT_S, HungCalls
+from learner.hub.observers.counters import LAST_CHANCE_S, REPEAT_S, HungCalls
 from streamrl.messages import ANSWERED_STEPS, HUNG_CALLS, SLOW_CALLS, SLOWEST_CALL_S
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from learner.hub.counters import Arrival, Arrivals, all_dropped, all_equal
 from learner.hub.ledger.tables.filters import accuracy_range, zero_std
+from learner.hub.observers.counters import Arrival, Arrivals, all_dropped, all_equal
 from streamrl.messages import VersionRef
 from tests.unit.hub.factories import FakeActor, make_ledger
 

@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from learner.hub.counters import Arrival
 from learner.hub.handlers.control import sentences
 from learner.hub.ledger.tables.groups import GroupState
-from learner.hub.trust import NUM_LEAST, NUM_LEAST_TOKENS, NUM_LOOKS, ActorTrust
+from learner.hub.observers.counters import Arrival
+from learner.hub.observers.trust import NUM_LEAST, NUM_LEAST_TOKENS, NUM_LOOKS, ActorTrust
 from streamrl.config.schema import TrustConfig
 from streamrl.messages import EVAL_BIT, Agreement, Group, Outcome, ReturnReason, Sampling, Stop, StopReason, Welcome
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model

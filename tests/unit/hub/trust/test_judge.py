@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from learner.hub.trust import NUM_KEPT, NUM_LEAST, Outlier, Recent, judge, median_of_others
+from learner.hub.observers.trust import NUM_KEPT, NUM_LEAST, Outlier, Recent, judge, median_of_others
 
 pytestmark = pytest.mark.timeout(60)
 LIMIT = 8.0

@@ -20,7 +20,7 @@ from statistics import fmean
 
 import numpy as np
 
-from learner.hub.counters import Arrival, Observer
+from learner.hub.observers.counters import Arrival, Observer
 from streamrl.config.schema_system import TrustConfig
 from streamrl.messages import EVAL_BIT, Agreement, Hello, MemberStatus
 
