@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-import asyncio
 import inspect
 import logging
 import os
@@ -10,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.loops import run
 from tests.slow import is_slow
 
 TESTS = Path(__file__).parent
-COROUTINE_S = 30.0
-"""Longest time of a test that is a coroutine."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,11 +32,11 @@ def own_umask() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine, in a loop of its own."""
+    """Run a test that is a coroutine, in a loop of its own; `tests.kit.loops` has one whose clock jumps."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), COROUTINE_S))
+    run(lambda: pyfuncitem.obj(**given), loop_factory=getattr(pyfuncitem.obj, "loop_factory", None))
     return True
 
 

@@ -6,8 +6,6 @@ tests of every package and every algorithm, and runs of real processes of each k
 test` shows the like.
 """
 
-from __future__ import annotations
-
 SLOW: dict[str, str | dict[str, str]] = {
     "chaos/test_chaos.py": {
         "test_no_guarantee_breaks_under_faults_of_every_sort": "eight seconds of faults, and a learner",
@@ -39,7 +37,7 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_every_cell_runs": "a run of two steps in a notebook",
         "test_ten_lines_with_a_function_and_a_list_train": "a run of 62 steps in a notebook",
     },
-    "flow/test_adaptive_staleness.py": "six launched runs; unit/learner/test_staleness_control.py has the control",
+    "flow/test_adaptive_staleness.py": "five launched runs; unit/learner/test_staleness_control.py has the control",
     "flow/test_agents.py": "six launched runs; unit/actors/test_agents.py and test_agent_forms.py have the sessions",
     "flow/test_api.py": "two launched runs; test_python_training.py is in `make test`",
     "flow/test_critic.py": "two launched runs; unit/learner has the critic",
@@ -48,7 +46,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     "flow/test_elastic_actors.py": "three runs that wait for actors to come and go",
     "flow/test_equal_rewards.py": "two launched runs",
     "flow/test_failing_rewards.py": "three launched runs, one with a reward that hangs",
-    "flow/test_fork_server.py": "forks of five programs; every flow test starts its processes so",
+    "flow/test_fork_server.py": "forks of a program; every flow test starts its processes so",
     "flow/test_full_disk.py": "a launched run on a disk that is full for six seconds, and resumed",
     "flow/test_hostile_policy.py": "three launched runs",
     "flow/test_hub_death.py": {
@@ -160,7 +158,12 @@ SLOW: dict[str, str | dict[str, str]] = {
     },
     "unit/hub/ledger/test_ledger_machine.py": {
         "test_every_promise_holds_on_long_random_walks_that_reach_every_kind_of_trouble[many]":
-            "400 walks; 120 are in `make test`",
+            "400 walks; 60 are in `make test`",
+        "test_every_promise_holds_under_any_schedule_and_batches_come_when_everybody_behaves[many]":
+            "100 schedules; 40 are in `make test`",
+    },
+    "unit/learner/test_checkpoint_forms.py": {
+        "test_two_ranks_read_and_refuse_the_same": "two ranks read every form; one sharded rank is in `make test`",
     },
     "unit/learner/test_attention_kinds.py": {
         "test_compiled_layers_under_fsdp2_give_the_same": "torch.compile traces the layers for half a minute",

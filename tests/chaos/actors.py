@@ -1,7 +1,5 @@
 """Actors without a model, several in one process: the real client, session, outbox, weight fetches and installer."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

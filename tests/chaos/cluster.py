@@ -1,7 +1,5 @@
 """Starts the processes of a chaos run, applies its faults, restarts what dies, and brings the run to its end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

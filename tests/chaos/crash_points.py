@@ -5,8 +5,6 @@ child process that plays the role. The nemesis raises a point's number in memory
 process that comes past a raised point records it and kills itself with SIGKILL.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

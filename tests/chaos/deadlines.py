@@ -6,8 +6,6 @@ faster than a learner starts, so time counts from the last fault that had begun 
 and the longest deadline of those faults holds.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field

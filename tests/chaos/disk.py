@@ -5,8 +5,6 @@ kill -9 spares the page cache, so a missing fsync would never show. `journal` no
 log ends where it was synced last.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

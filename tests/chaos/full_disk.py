@@ -7,8 +7,6 @@ Each run has a small disk of its own (tmpfs), which needs the right to mount one
 for all; exit 1 if a run ended, could not be resumed or could not be read, 2 if nothing can be mounted here.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

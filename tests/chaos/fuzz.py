@@ -6,8 +6,6 @@ A frame may be refused with a `WireError`, or accepted. Any other exception, a h
 than 64 MiB of growth is a failure; the seed and the number of the frame replay it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -41,7 +39,7 @@ from streamrl.messages import (
 )
 from streamrl.messages.codec import PREAMBLE, Decoder, encode
 from streamrl.messages.validate import check_group
-from tests.unit.hub.factories import LIMITS, FakeActor, make_ledger
+from tests.unit.hub.factories import LIMITS, FakeActor, make_ledger, one_actor
 from tests.unit.messages.examples import example_of
 
 DIRECTIONS: dict[str, Direction] = {
@@ -122,10 +120,7 @@ def seal(kind: int, body: bytes) -> bytes:
 
 def honest_groups() -> tuple[Message, ...]:
     """GROUPs that a ledger accepts: what is one step away from these gets deepest into it."""
-    ledger = make_ledger(groups_per_batch=4, eta=1, window=4, max_lag=3)
-    actor = FakeActor(ledger, "a1", slots=6)
-    actor.join()
-    leases = actor.ask()
+    ledger, actor, leases = one_actor(groups_per_batch=4, eta=1, window=4, max_lag=3, slots=6)
     return (
         actor.group(leases[0]), actor.group(leases[1], members=(0,), outcome=1), actor.group(leases[2], aborted=(1,)),
         actor.group(leases[3], members=(), outcome=2, reason=ReturnReason.DRAIN),

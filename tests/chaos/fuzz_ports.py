@@ -1,7 +1,5 @@
 """Mutated frames and raw bytes at the ports of a real hub process, beside an honest actor that must be answered."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -8,8 +8,6 @@ was told after it was told; so no effect stands in the history before its cause.
     actor    join  send  settled  durable  rejected  install  exit         nemesis  fault  heal         any  crash
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

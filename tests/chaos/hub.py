@@ -1,7 +1,5 @@
 """The real hub process of a chaos run: `learner.hub.__main__` in a forked child, whose functions are observed."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -9,8 +9,6 @@ verify` must agree with its bundle. Every third run has a small disk of its own 
 Prints a line a run; exit 1 if one failed, 2 if nothing can be mounted here.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

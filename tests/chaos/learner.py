@@ -1,7 +1,5 @@
 """A learner without a model: real lock, hub, link, checkpoints and documents; its step is a function of the batch."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import time

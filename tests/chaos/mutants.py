@@ -1,7 +1,5 @@
 """What is removed on purpose, so that the checker must fail: each function patches the process of the role it is in."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

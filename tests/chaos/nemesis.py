@@ -1,7 +1,5 @@
 """The schedule of faults: a function of the seed alone, so that a seed replays its faults at the same times."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What the processes of a chaos run share, and small facts about processes."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

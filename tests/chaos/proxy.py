@@ -5,8 +5,6 @@ one flag byte (1 more, 2 long, 4 command), a size of 1 or 8 bytes, and a body. C
 carried as they are.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket

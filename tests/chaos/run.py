@@ -7,8 +7,6 @@ Prints one line of JSON a seed and one for all; exit 1 if a guarantee was broken
 a crash point was never hit or a deadline after a fault was missed. Histories of failed seeds stay under --keep.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

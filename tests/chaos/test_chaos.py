@@ -1,7 +1,5 @@
 """A short run of the chaos bench, and three broken builds that its checker must catch. `make chaos` is the long one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

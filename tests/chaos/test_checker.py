@@ -1,7 +1,5 @@
 """The checker itself: an honest history passes, and every guarantee has broken histories that it must catch."""
 
-from __future__ import annotations
-
 import copy
 from itertools import count
 

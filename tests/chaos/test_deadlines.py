@@ -1,7 +1,5 @@
 """Recovery times of a written history: counted from the last fault that had begun, and held against its deadline."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Frames of every kind, mutated: nothing but a `WireError` at decoder and ledger, and a hub that goes on answering."""
 
-from __future__ import annotations
-
 import secrets
 import sys
 

@@ -12,8 +12,6 @@ what passed and what failed, with reasons, is printed at the end; docs/protocol.
 Exit status: 0 if nothing failed, else 1.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """How the examined actor is started again and again: by a command, or by the person who reads the terminal."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Callable, Sequence

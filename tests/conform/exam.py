@@ -7,8 +7,6 @@
     fourth   SIGTERM, only where the examiner starts the actor itself
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Set

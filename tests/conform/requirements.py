@@ -1,7 +1,5 @@
 """What `python -m tests.conform` asks of an actor, by name, and what an examination found."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 REQUIREMENTS = {

@@ -1,7 +1,5 @@
 """The examination of an actor: that of examples/ passes, and each fault fails under the name of its requirement."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -4,8 +4,6 @@ Order decides, not time: the connection keeps it, so what arrives after the seco
 a process that had the event in front of it for a whole interval. A busy machine is not taken for a fault.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from streamrl.errors import WireError

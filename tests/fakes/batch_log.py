@@ -1,7 +1,5 @@
 """A fake hub that hands a learner the batches of a log, the same whenever they are asked for; no process, no socket."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`python -m tests.fakes.child HOW WORDS`: tells as JSON what kind of process it is, then ends as HOW says."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

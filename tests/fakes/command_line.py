@@ -3,8 +3,6 @@
 A fork server imports the libraries once then, for commands of every kind.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

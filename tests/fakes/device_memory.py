@@ -1,7 +1,5 @@
 """FakeDeviceMemory: files mapped by two processes, where a GPU would have CUDA IPC. For tests only."""
 
-from __future__ import annotations
-
 import secrets
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Requests drawn from the tables of `actors.endpoint.fields`: legal and illegal values of every field, mixed."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 from typing import Any

@@ -6,8 +6,6 @@
     draws    tokens of other seeds than those of its leases, with their true log-probs
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

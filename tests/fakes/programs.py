@@ -4,8 +4,6 @@ Programs are started by module name, so packages of these names in the first dir
 instead. Files in the working directory tell them what to do.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 LEARNER = """

@@ -1,7 +1,5 @@
 """A sampler of Optuna for tests that must know the order of the trials."""
 
-from __future__ import annotations
-
 from optuna.samplers import BaseSampler
 
 

@@ -1,7 +1,5 @@
 """Services that a test talks to, in a thread of its process."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +9,17 @@ import pytest
 from tests.flow.fork_server import running
 from tests.flow.forked_process import ForkedPopen
 from tests.flow.processes import RunHarness
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test of this folder, and give it time for whole runs on a busy machine."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.flow)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,6 @@ begins in a fork of it as if it were a new Python: `runpy` runs its module, in t
 with the requested streams. It ends as any Python does. What is different: its parent process, and /proc/PID/environ.
 """
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import gc

@@ -4,8 +4,6 @@ The process is a child of the fork server (`tests/flow/fork_server.py`). Its pro
 environment, words and exit status are those that a child of this process would have.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

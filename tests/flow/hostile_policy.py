@@ -1,7 +1,5 @@
 """A policy whose answers are hostile text: what `tests/unit/envs/hostile.py` holds, from a scripted engine."""
 
-from __future__ import annotations
-
 import os
 
 from actors.engines.base import EngineSpec

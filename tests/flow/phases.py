@@ -3,8 +3,6 @@
 The engine is scripted and makes no real tokens; what is real is everything that measures them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any
@@ -16,7 +14,7 @@ from actors.engines.base import EngineSpec, GenerateRequest, Generation, Install
 from envs.tasks.strings import StringTask
 from streamrl.environment import Record, Step
 from streamrl.messages import VersionRef
-from tests.fakes.plain_engine import ScriptedEngine
+from tests.fakes.scripted_engine import ScriptedEngine
 
 PHASES = ("generation", "environment", "install", "learner")
 STEPS_PER_PHASE = 8

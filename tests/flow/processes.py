@@ -1,7 +1,5 @@
 """Real learners and actors for tests: started as a person starts them, watched through their files, cleaned up."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

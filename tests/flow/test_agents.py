@@ -1,13 +1,12 @@
 """Runs whose episodes agents play over HTTP: a parent and its subagent, agents that die, and programs outside."""
 
-from __future__ import annotations
-
 import math
 import resource
 import socket
 import sys
 import threading
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import pyarrow.parquet as pq
@@ -16,7 +15,6 @@ import pytest
 from tests.flow.processes import RunHarness, free_port, wait_until
 from tests.flow.test_lora_commands import command
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 AGENT = """
 import httpx, random
 
@@ -60,10 +58,8 @@ def test_a_parent_and_its_subagent_train_exactly_once_and_token_by_token(harness
     assert mismatches and max(mismatches) < 1e-3**2
     # Trained exactly once, and again from the log alone, bit by bit.
     run = str(harness.run_dir)
-    command(harness, "stream", run, "--outcome", "accepted", "--export", "answers.parquet")
-    answers = pq.read_table(harness.path / "answers.parquet").to_pylist()
-    trained = [(one["group_id"], one["member"]) for one in answers if one["trained_at"] is not None]
-    assert len(trained) == len(set(trained)) > 0
+    assert _trained(harness)
+    answers = _accepted(harness)
     assert {(one["num_turns"], one["num_sequences"]) for one in answers} == {(4, 2)}
     versions = {version for one in answers for version in one["versions"]} - {-1}
     assert min(versions) == 0 and max(versions) >= 11 - 3 and len(versions) > 5  # the lag is at most 3
@@ -144,8 +140,7 @@ def test_programs_outside_play_every_episode_and_are_paid_exactly_once(harness: 
     finally:
         ended.set()
         player.join()
-    command(harness, "stream", str(harness.run_dir), "--outcome", "accepted", "--export", "answers.parquet")
-    rewards = [one["reward"] for one in pq.read_table(harness.path / "answers.parquet").to_pylist()]
+    rewards = [one["reward"] for one in _accepted(harness)]
     assert harness.summary()["steps"] == 2 and len(rewards) >= 8
     numbers = {round((reward - 1) * 1024) for reward in rewards}
     assert len(numbers) == len(rewards) and not any(number % 4 == 0 for number in numbers)
@@ -253,10 +248,14 @@ def _connected(port: int, idle: ExitStack) -> bool:
     return True
 
 
+def _accepted(harness: RunHarness) -> list[dict[str, Any]]:
+    """Every accepted trajectory of the run's log."""
+    command(harness, "stream", str(harness.run_dir), "--outcome", "accepted", "--export", "answers.parquet")
+    return pq.read_table(harness.path / "answers.parquet").to_pylist()
+
+
 def _trained(harness: RunHarness) -> set[tuple[int, int]]:
     """Trajectories by group and member; each was trained once."""
-    command(harness, "stream", str(harness.run_dir), "--outcome", "accepted", "--export", "answers.parquet")
-    answers = pq.read_table(harness.path / "answers.parquet").to_pylist()
-    trained = [(one["group_id"], one["member"]) for one in answers if one["trained_at"] is not None]
+    trained = [(one["group_id"], one["member"]) for one in _accepted(harness) if one["trained_at"] is not None]
     assert len(trained) == len(set(trained))
     return set(trained)

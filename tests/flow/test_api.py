@@ -1,7 +1,5 @@
 """`streamrl.train` and `streamrl.load_run`, used as a notebook uses them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap
@@ -13,7 +11,7 @@ import streamrl
 from streamrl.errors import ConfigError
 from tests.flow.processes import ROOT, RunHarness
 
-pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.fresh_processes
 
 
 def test_a_run_trained_by_a_call_is_read_back(harness: RunHarness, monkeypatch, capfd):

@@ -1,14 +1,10 @@
 """A critic in a real run: it learns first if told to, and a resumed run has it back."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
 from tests.flow.processes import RunHarness
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 
 WITH_CRITIC = ("advantage.estimator=vtrace", "advantage.baseline=none", "advantage.whiten=batch")
 MORE_METRICS = (

@@ -3,8 +3,6 @@
 One real run of three steps is recorded for the whole matrix; each cell damages one file of a copy of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io
@@ -43,8 +41,6 @@ from streamrl.verbs.runs import find_run
 from streamrl.verbs.status import status
 from tests.flow.forked_process import ForkedPopen
 from tests.flow.processes import ROOT, RunHarness, finished
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,9 @@
 """A data file and a reward of three lines, launched as the README says."""
 
-from __future__ import annotations
-
 import json
-
-import pytest
 
 from tests.flow.processes import RunHarness
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(240)]
 REWARD = """
 def reward_fn(messages, answer):
     said = messages[-1]["content"]

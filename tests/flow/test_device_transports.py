@@ -4,8 +4,6 @@ Hub, broadcaster loop and actors are real; NCCL and CUDA IPC are replaced by Fak
 FakeDeviceMemory in files.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -31,7 +29,6 @@ from tests.fakes.communicator import FakeLibrary
 from tests.fakes.device_memory import FakeDeviceMemory
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 
-pytestmark = pytest.mark.timeout(120)
 torch.set_num_threads(1)
 ONE_AT_A_TIME = threading.Lock()
 """Reading settings parses source code, and CPython 3.11 does that badly in two threads; real actors are processes."""

@@ -1,18 +1,13 @@
 """The diagnosis of a real run that is limited by each of its parts in turn."""
 
-from __future__ import annotations
-
 import io
 
-import pytest
 from rich.console import Console
 
 from streamrl.metrics.diagnosis import diagnosis_of
 from streamrl.report.live.panel import NUM_RECENT_STEPS, ViewState, render
 from tests.flow.phases import PHASES, STEPS_PER_PHASE
 from tests.flow.processes import RunHarness
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 
 SETTLED = 4
 """Last steps of a phase: the first ones still train on what the phase before has left."""

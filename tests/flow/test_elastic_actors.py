@@ -1,14 +1,9 @@
 """Actors come, go and die while the learner runs; it loses nothing and trains exactly what it should."""
 
-from __future__ import annotations
-
 import signal
-
-import pytest
 
 from tests.flow.processes import SLOW, RunHarness, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(240)]
 NUM_STEPS = 40
 
 

@@ -1,15 +1,11 @@
 """A reward that is always the same: the terminal says so within the first steps, and the samples are there."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
 
 from streamrl.metrics.samples import read_samples
 from tests.flow.processes import RunHarness, wait_until
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(400)]
 
 TASK = """
 def record(split, index):

@@ -1,14 +1,8 @@
 """Rewards that pass the check and fail in the run: said on the terminal of `launch`, counted, never called recovery."""
 
-from __future__ import annotations
-
 import re
 
-import pytest
-
 from tests.flow.processes import RunHarness
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(400)]
 
 DEADLINE_S = 300
 """Of a whole run, on a machine that has other work."""

@@ -1,7 +1,5 @@
 """A forked program is what a new Python would be: streams, environment, session, command line, exit status."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.flow.forked_process import ForkedPopen
-from tests.flow.processes import ROOT, finished
+from tests.flow.processes import ROOT
 
 pytestmark = [
     pytest.mark.flow, pytest.mark.timeout(200), pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -49,16 +47,6 @@ def test_a_fork_is_like_a_new_process(forks_child, tmp_path, how, code):
     assert new.pop("parent") == os.getpid() != forked.pop("parent")
     assert set(new.pop("path")) <= set(forked.pop("path"))
     assert forked == new and new["read"] == "to read" and new["leads"] and new["words"] == [how, "a b"]
-
-
-@pytest.mark.parametrize("words", [("sft", "--help"), ("sft", "policy.model_path=a", "run.dir=a"), ("resume", "a")])
-def test_a_command_that_becomes_another_program_says_the_same_in_a_fork(fork_server, tmp_path, words):
-    command = [sys.executable, "-m", "streamrl.cli", *words]
-    new, forked = (finished(command, tmp_path, popen) for popen in (subprocess.Popen, ForkedPopen))
-
-    assert (forked.returncode, forked.stdout) == (new.returncode, new.stdout)
-    last, wanted = (done.stderr.splitlines()[-1].partition(" ")[2] if done.stderr else "" for done in (forked, new))
-    assert last == wanted, "after the time of day"
 
 
 def test_a_forks_children_are_forked_too_and_it_can_be_signaled_and_waited_for(forks_child, tmp_path):

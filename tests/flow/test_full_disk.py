@@ -1,15 +1,11 @@
 """One round of `python -m tests.chaos.full_disk`: a disk that is full for six seconds ends nothing."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.full_disk import NoMount, play
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
 
 
 def test_a_run_survives_a_disk_that_is_full_for_six_seconds_and_resumes(tmp_path: Path):

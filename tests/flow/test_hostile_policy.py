@@ -1,7 +1,5 @@
 """A policy that answers with hostile text is trained on: nothing of it runs, nothing stalls, nothing is paid."""
 
-from __future__ import annotations
-
 import string
 
 import pytest
@@ -10,8 +8,6 @@ from learner.model.tiny import make_tiny_model
 from streamrl.metrics.rows import Rows
 from tests.flow.hostile_policy import FOLDER
 from tests.flow.processes import RunHarness
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(500)]
 
 NUM_STEPS = 5
 TOKENS = 1500

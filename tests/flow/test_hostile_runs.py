@@ -1,7 +1,5 @@
 """Every command at a run directory and a bundle of somebody else: nothing that they name is imported or sent."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -23,7 +21,6 @@ from streamrl.stream.writer import LogWriter
 from tests.flow.forked_process import ForkedPopen
 from tests.flow.processes import finished
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(240)]
 SECRET = "hunter2"
 EVIL = """open({mark!r}, "a").write("ran")
 def run(*args, **options): raise RuntimeError("called")

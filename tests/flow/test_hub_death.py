@@ -1,7 +1,5 @@
 """The hub's death is the learner's death: loud, with nothing left behind, and `launch` starts both again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -14,7 +12,6 @@ from streamrl.errors import StreamrlError
 from streamrl.supervise.learner import LearnerRestarts
 from tests.flow.processes import SLOW, RunHarness, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(600)]
 NUM_STEPS = 10
 
 

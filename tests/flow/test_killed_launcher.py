@@ -1,7 +1,5 @@
 """kill -9 of `streamrl launch` while the run is still being set up: whatever its processes do, none is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -10,7 +8,7 @@ import pytest
 
 from tests.flow.processes import RunHarness, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.fresh_processes
 MARK = "STREAMRL_TEST_OF"
 TASK = """
 import pathlib, sys, time

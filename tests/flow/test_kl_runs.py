@@ -1,15 +1,11 @@
 """KL, entropy, constraints and a teacher in real runs: two ranks, a moving reference, weights that move on."""
 
-from __future__ import annotations
-
 import pytest
 
 from envs.registry import task_of
 from learner.model.tiny import prepare_tiny_model
 from streamrl.config.load import load_config
 from tests.flow.processes import RunHarness
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(450)]
 
 PULLED = (
     "kl.mode=reward_k1", "kl.coef=0.01", "kl.controller=doubling", "kl.options.target=1e-6", "kl.options.high=0.5",

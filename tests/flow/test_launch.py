@@ -1,7 +1,6 @@
 """`streamrl launch`: one command, watched processes, nothing left behind."""
 
-from __future__ import annotations
-
+import os
 import signal
 from collections import Counter
 
@@ -11,11 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.checkpoint.checkpoint import find_checkpoint
 from streamrl.metrics.samples import read_samples
-from tests.flow.processes import RunHarness, wait_until
+from tests.flow.processes import RunHarness, _command_lines, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(300)]
+FRESH = pytest.mark.fresh_processes
 
 
+@FRESH
 def test_a_launched_run_trains_and_leaves_a_report_and_a_model(harness: RunHarness):
     launch = harness.launch("trainer.num_steps=6", "eval.every_steps=3", "hub.heartbeat_s=0.2")
 
@@ -49,7 +49,8 @@ def test_a_dead_actor_is_restarted(harness: RunHarness):
     launch = harness.launch("trainer.num_steps=150", "launch.num_actors=1", "hub.dead_after_s=2",
                           "checkpoint.export_hf=false")
     harness.wait_for_version(3)
-    _kill_actor(harness)
+    victims = [pid for pid, words in _command_lines() if f"connect={harness.address}" in words]
+    os.kill(victims[0], signal.SIGKILL)
 
     assert harness.finish(launch, 150) == 0, harness.logs()
     assert harness.summary()["num_actor_restarts"] == 1 and not (harness.run_dir / "model").exists()
@@ -57,7 +58,9 @@ def test_a_dead_actor_is_restarted(harness: RunHarness):
     assert harness.leftovers() == []
 
 
-@pytest.mark.parametrize("moment", ["at start", "while actors load", "in training"])
+@pytest.mark.parametrize("moment", [
+    pytest.param("at start", marks=FRESH), pytest.param("while actors load", marks=FRESH), "in training",
+])
 def test_ctrl_c_at_any_moment_leaves_nothing_behind_and_says_how_to_resume(harness: RunHarness, moment: str):
     launch = harness.launch("trainer.num_steps=5000", "launch.num_actors=1")
     if moment == "at start":
@@ -76,16 +79,16 @@ def test_ctrl_c_at_any_moment_leaves_nothing_behind_and_says_how_to_resume(harne
     assert harness.leftovers() == []
 
 
+@FRESH
 def test_a_killed_launcher_takes_its_children_with_it(harness: RunHarness):
     launch = harness.launch("trainer.num_steps=5000", "launch.num_actors=1")
     harness.wait_for_version(2, deadline_s=120)
-
     launch.kill()
     launch.wait()
-
     wait_until(lambda: not harness.leftovers(), 60, f"the end of {harness.leftovers()}")
 
 
+@FRESH
 def test_a_broken_task_fails_at_once_and_by_name(harness: RunHarness):
     broken = harness.path / "broken.py"
     broken.write_text(
@@ -97,13 +100,3 @@ def test_a_broken_task_fails_at_once_and_by_name(harness: RunHarness):
     assert harness.finish(launch, 60) != 0
     assert "ZeroDivisionError" in (harness.path / "launch.log").read_text()
     assert harness.leftovers() == []
-
-
-def _kill_actor(harness: RunHarness) -> None:
-    from tests.flow.processes import _command_lines
-
-    victims = [pid for pid, words in _command_lines() if f"connect={harness.address}" in words]
-    assert victims, harness.logs()
-    import os
-
-    os.kill(victims[0], signal.SIGKILL)

@@ -1,7 +1,5 @@
 """The commands that read and train a run's log, at a real run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,8 +7,6 @@ from safetensors.torch import load_file
 from tests.flow.processes import RunHarness
 from tests.flow.test_lora_commands import command
 from tests.unit.stream.test_rebuilt import write_evaluations
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(

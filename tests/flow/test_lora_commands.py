@@ -1,18 +1,13 @@
 """Every command that takes a run, at a real run that trains an adapter: answers are those of the merged weights."""
 
-from __future__ import annotations
-
 import json
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 import streamrl
 from actors.local_policy import find_model
 from tests.flow.processes import RunHarness
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
 
 
 def command(harness: RunHarness, *words: str, said: str = "") -> str:

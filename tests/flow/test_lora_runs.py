@@ -1,14 +1,10 @@
 """An adapter in a real run: it learns, travels alone, serves beside its predecessors, and goes on after a restart."""
 
-from __future__ import annotations
-
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.flow.processes import RunHarness
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
 
 LORA = (
     "policy.lora.rank=8", "rollout.num_prompts_per_step=16", "rollout.num_responses_per_prompt=8",

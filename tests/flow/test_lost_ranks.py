@@ -1,7 +1,5 @@
 """A learner rank that is stopped or killed: named by the watchdog, and the learner starts again from its checkpoint."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -11,7 +9,7 @@ import pytest
 
 from tests.flow.processes import SLOW, RunHarness, _command_lines, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.fresh_processes
 NUM_STEPS = 14
 
 

@@ -1,14 +1,11 @@
 """One of three real actors lies: it is shut out by name, and the run ends well with the other two."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
 
 from tests.flow.processes import RunHarness
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(400)]
 NUM_STEPS = 60
 LIES = {
     "offset": "log-probs differ from the learner's",

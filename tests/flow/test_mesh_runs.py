@@ -1,13 +1,8 @@
 """Launched runs of four learner ranks in each layout of the mesh, resumed from their checkpoints."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.flow.processes import RunHarness
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(400)]
-
 
 LONG = (  # longer than what one rank may hold, by a prompt and more
     "rollout.max_prompt_tokens=16", "rollout.train.sampling.max_new_tokens=32", "learner.max_tokens_per_device=24",

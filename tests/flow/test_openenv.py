@@ -1,7 +1,5 @@
 """An environment behind the real server of OpenEnv trains: `make openenv` installs it, in an environment of its own."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from urllib.request import urlopen
@@ -12,7 +10,6 @@ import pytest
 from tests.flow.processes import ROOT, RunHarness, free_port, wait_until
 from tests.flow.test_lora_commands import command
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(400)]
 PYTHON = Path(os.environ.get("STREAMRL_OPENENV_PYTHON", ROOT / ".venv-openenv/bin/python"))
 SERVER = """
 import sys

@@ -1,7 +1,5 @@
 """The example of docs/own_algorithm.md, as it is printed, trains; its tables of inputs are the program's."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The eighth example, whole: each trainer starts from the last one's model, and RL and DPO gain."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

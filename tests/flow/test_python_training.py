@@ -1,7 +1,5 @@
 """A Python function and a list of dictionaries train; callbacks, silence, and a run that goes on from Python."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 
@@ -10,8 +8,6 @@ import pytest
 import streamrl
 from streamrl.errors import ControlError
 from tests.flow.processes import ROOT, RunHarness
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(400)]
 
 RECORDS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "level": a} for a in range(10) for b in range(10)]
 POINTS = {"right": 1.0, "wrong": 0.0}

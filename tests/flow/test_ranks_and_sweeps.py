@@ -1,17 +1,11 @@
 """Several learner ranks, and several runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
 
-import pytest
-
 from streamrl.metrics.samples import read_samples
 from tests.flow.processes import RunHarness, free_port
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 
 
 def test_two_fsdp2_ranks_under_torchrun_train_in_minibatches_and_epochs_inside_a_trust_region(harness: RunHarness):

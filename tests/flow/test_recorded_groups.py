@@ -1,8 +1,5 @@
 """Groups that a real run was trained on train the same bits again, without its hub and its actors."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 
 from learner.loop.train import train
@@ -13,7 +10,6 @@ from learner.sources.batch import Batch, BatchSource
 from learner.sources.recorded import RecordedBatches
 from streamrl.config.load import load_config
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 NUM_STEPS = 3
 WORDS = (f"trainer.num_steps={NUM_STEPS}", "eval.num_samples=0", "run.device=cpu", "run.num_threads=1")
 

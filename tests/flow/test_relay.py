@@ -1,7 +1,5 @@
 """A run whose actors pull their weights from a relay, and what happens when it goes."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys
@@ -11,7 +9,6 @@ import pytest
 
 from tests.flow.processes import SLOW, RunHarness, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(480)]
 FAR = ("actors.transports=[zmq]", "actors.share_weights=false")
 """An actor that is alone on its host."""
 

@@ -1,17 +1,12 @@
 """The learner dies and starts again; its actors live on and find it."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections import Counter
 
-import pytest
-
 from streamrl.metrics.samples import read_samples
 from tests.flow.processes import SLOW, RunHarness, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(240)]
 NUM_STEPS = 80
 NUM_SLOW_STEPS = 36
 

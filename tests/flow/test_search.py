@@ -1,16 +1,10 @@
 """A search of real runs: one finishes, one fails, one is pruned."""
 
-from __future__ import annotations
-
 import json
 import sys
 
-import pytest
-
 from streamrl.metrics.run_record import read_run
 from tests.flow.processes import RunHarness
-
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 
 
 def test_a_search_of_three_runs_prunes_one_and_outlives_a_failed_one(harness: RunHarness):

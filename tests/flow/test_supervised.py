@@ -1,7 +1,5 @@
 """Trainers beside RL as processes: a run directory as of RL, exact resuming, stopping, and models that load."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

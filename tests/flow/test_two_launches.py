@@ -1,7 +1,5 @@
 """A second launch of a run that goes on is refused and changes nothing of it."""
 
-from __future__ import annotations
-
 import json
 import signal
 
@@ -9,7 +7,7 @@ import pytest
 
 from tests.flow.processes import SLOW, RunHarness, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.fresh_processes
 
 
 def test_a_refused_second_launch_does_not_take_the_run_over(harness: RunHarness):

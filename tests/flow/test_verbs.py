@@ -1,7 +1,5 @@
 """`streamrl status`, `scale`, `drain` and `resume` at one launched run."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -10,7 +8,7 @@ import pytest
 
 from tests.flow.processes import SLOW, RunHarness, wait_until
 
-pytestmark = [pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.fresh_processes
 
 
 def streamrl(harness: RunHarness, verb: str, *words: str) -> tuple[int, str]:

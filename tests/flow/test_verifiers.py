@@ -1,7 +1,5 @@
 """A taskset of the package verifiers trains: `make verifiers` installs it, in an environment of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -15,7 +13,6 @@ import pytest
 from tests.flow.processes import ROOT, RunHarness, free_port, wait_until
 from tests.flow.test_lora_commands import command
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(400)]
 PYTHON = Path(os.environ.get("STREAMRL_VERIFIERS_PYTHON", ROOT / ".venv-verifiers/bin/python"))
 TASKSET = """
 import verifiers.v1 as vf

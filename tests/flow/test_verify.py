@@ -1,7 +1,5 @@
 """Bundles of a real run: an honest one agrees, each edit is found; blame and bisect on a run that was poisoned."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -35,7 +33,6 @@ from streamrl.weights.manifest import root_of
 from tests.flow.forked_process import ForkedPopen
 from tests.flow.processes import finished
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(600)]
 NUM_STEPS, POISONED = 6, 3
 SETTINGS = (
     f"trainer.num_steps={NUM_STEPS}", "eval.num_samples=8", "eval.every_steps=0", "run.device=cpu",

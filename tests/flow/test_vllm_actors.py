@@ -1,7 +1,5 @@
 """vLLM actors in real runs: alone under `streamrl launch`, played by agents, and in a mixed fleet that loses one."""
 
-from __future__ import annotations
-
 import signal
 from importlib.util import find_spec
 from pathlib import Path

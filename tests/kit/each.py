@@ -1,7 +1,5 @@
 """Values that one case runs through: a case of pytest's own costs more than most of these checks."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from functools import wraps

@@ -1,11 +1,8 @@
 """A worker with everything real but the socket: engine, installer, renderer, threads; the hub's side is a list."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -45,48 +42,12 @@ from streamrl.weights.document import Document
 from streamrl.weights.manifest import bucket_digest, document_nbytes, make_layout, make_manifest
 from streamrl.weights.transport import FetchedVersion
 from tests.fakes.scripted_engine import ScriptedEngine
+from tests.kit.loops import until
 
 torch.set_num_threads(1)
-DEADLINE_S = 20.0
 V1, V2, V3 = VersionRef(1, 1), VersionRef(1, 2), VersionRef(1, 3)
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,:;!?0123456789ABCDEFGHIJKLMNOPQRST"[:62]
 VOCAB = 64
-
-
-class JumpingLoop(asyncio.SelectorEventLoop):
-    """Time passes as usual, and at once when the test says so."""
-
-    jumped_s = 0.0
-
-    def time(self) -> float:
-        return super().time() + self.jumped_s
-
-
-async def jump(seconds: float) -> None:
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, JumpingLoop)
-    loop.jumped_s += seconds
-    for _ in range(5):  # what is due now runs before this goes on
-        await asyncio.sleep(0)
-
-
-def run(work: Callable[[], Awaitable[Any]], *, loop_factory: Callable[[], Any] | None = None) -> None:
-    """The deadline is one of real time, whatever the loop's clock says."""
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        loop = runner.get_loop()
-        task = loop.create_task(work())
-        alarm = threading.Timer(DEADLINE_S, lambda: loop.call_soon_threadsafe(task.cancel, "over the deadline"))
-        alarm.start()
-        try:
-            loop.run_until_complete(task)
-        finally:
-            alarm.cancel()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Look again and again; the time limit is that of `run`."""
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 # --- a task and what plays it --------------------------------------------------------------------------------------

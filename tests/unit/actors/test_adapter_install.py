@@ -1,7 +1,5 @@
 """A base and its adapters until an engine has them: fetched once, checked bit by bit, merged where they must be."""
 
-from __future__ import annotations
-
 import copy
 
 import msgspec
@@ -16,11 +14,10 @@ from streamrl.messages.codec import unpack_logprobs
 from streamrl.weights.adapter import BASE_REF, DOWN, UP, merged
 from streamrl.weights.document import Document
 from streamrl.weights.transport import FetchedVersion
-from tests.unit.actors.fakes import V1, V2, Weights, run
+from tests.unit.actors.fakes import V1, V2, Weights
 from tests.unit.actors.test_probe import IDS, START, ProbedWeights, plain_copy
 from tests.unit.actors.test_worker import TOKENIZER, tiny_engine
 
-pytestmark = pytest.mark.timeout(60)
 SCALE = 2.0
 
 
@@ -88,24 +85,21 @@ class MergingEngine:
 
 
 @pytest.mark.parametrize("takes_adapters", [True, False])
-def test_the_base_is_fetched_once_and_every_version_passes_its_probe(takes_adapters):
-    async def work():
-        plain, adapted, model = adapted_engine()
-        hub, engine = Hub(model), adapted if takes_adapters else MergingEngine(plain)
-        installer = Installer(engine, hub.fetch)
-        reports = [await hub.announces(installer, ref) for ref in (V1, V2)]
-        again = await installer.check()
+async def test_the_base_is_fetched_once_and_every_version_passes_its_probe(takes_adapters):
+    plain, adapted, model = adapted_engine()
+    hub, engine = Hub(model), adapted if takes_adapters else MergingEngine(plain)
+    installer = Installer(engine, hub.fetch)
+    reports = [await hub.announces(installer, ref) for ref in (V1, V2)]
+    again = await installer.check()
 
-        assert hub.fetched == [BASE_REF, V1, V2]
-        for report in (*reports, again):
-            assert report.ok and report.probe.failed == "" and report.probe.largest < 1e-5
-        assert reports[1].target == engine.installed == V2
-        scores = await engine.score(IDS, start=START, temperature=1.0)
-        assert max(abs(a - b) for a, b in zip(scores, hub_scores(hub, V1), strict=True)) > 0.01
-        await plain.close()
-        await adapted.close()
-
-    run(work)
+    assert hub.fetched == [BASE_REF, V1, V2]
+    for report in (*reports, again):
+        assert report.ok and report.probe.failed == "" and report.probe.largest < 1e-5
+    assert reports[1].target == engine.installed == V2
+    scores = await engine.score(IDS, start=START, temperature=1.0)
+    assert max(abs(a - b) for a, b in zip(scores, hub_scores(hub, V1), strict=True)) > 0.01
+    await plain.close()
+    await adapted.close()
 
 
 def hub_scores(hub, ref):
@@ -113,39 +107,33 @@ def hub_scores(hub, ref):
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.lora_B.weight"])
-def test_a_flipped_bit_of_base_or_adapter_is_found_and_reloaded(name):
-    async def work():
-        plain, engine, model = adapted_engine()
-        hub = Hub(model)
-        installer = Installer(engine, hub.fetch)
-        assert (await hub.announces(installer, V1)).ok
-        with torch.inference_mode():
-            engine.live_tensors()[name].view(torch.int32).reshape(-1)[3] ^= 1 << 20
+async def test_a_flipped_bit_of_base_or_adapter_is_found_and_reloaded(name):
+    plain, engine, model = adapted_engine()
+    hub = Hub(model)
+    installer = Installer(engine, hub.fetch)
+    assert (await hub.announces(installer, V1)).ok
+    with torch.inference_mode():
+        engine.live_tensors()[name].view(torch.int32).reshape(-1)[3] ^= 1 << 20
 
-        found = await installer.check()
-        assert name in found.probe.failed
-        recovered = await installer.check(reload=True)
-        assert recovered.probe.failed == "" and hub.fetched == [BASE_REF, V1]
-        await plain.close()
-        await engine.close()
-
-    run(work)
+    found = await installer.check()
+    assert name in found.probe.failed
+    recovered = await installer.check(reload=True)
+    assert recovered.probe.failed == "" and hub.fetched == [BASE_REF, V1]
+    await plain.close()
+    await engine.close()
 
 
-def test_another_base_of_a_new_learner_is_fetched_and_loaded():
-    async def work():
-        plain, engine, model = adapted_engine()
-        hub = Hub(model)
-        installer = Installer(engine, hub.fetch)
-        assert (await hub.announces(installer, V1)).ok
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.1)
-        other = Hub(model)
-        installer._fetch = other.fetch
-        report = await other.announces(installer, V2)
-        assert report.probe.failed == "" and other.fetched == [BASE_REF, V2]
-        await plain.close()
-        await engine.close()
-
-    run(work)
+async def test_another_base_of_a_new_learner_is_fetched_and_loaded():
+    plain, engine, model = adapted_engine()
+    hub = Hub(model)
+    installer = Installer(engine, hub.fetch)
+    assert (await hub.announces(installer, V1)).ok
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    other = Hub(model)
+    installer._fetch = other.fetch
+    report = await other.announces(installer, V2)
+    assert report.probe.failed == "" and other.fetched == [BASE_REF, V2]
+    await plain.close()
+    await engine.close()

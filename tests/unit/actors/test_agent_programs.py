@@ -1,7 +1,5 @@
 """`env.agent_command`: the program of an episode, what it is told, what it leaves, and what ends with it."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Agents over HTTP: a session and a key each, recorded as sampled, answered once where a client asks twice."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource
@@ -25,7 +23,8 @@ from streamrl.errors import ConfigError, EngineError, TaskError
 from streamrl.messages import MemberStatus, ReturnReason
 from streamrl.messages.codec import unpack_ids
 from streamrl.named_code import check_allowed
-from tests.unit.actors.fakes import JumpingLoop, installed_engine, jump, lease, make_runner, run, until
+from tests.kit.loops import jump, jumping, run, until
+from tests.unit.actors.fakes import installed_engine, lease, make_runner
 from tests.unit.actors.test_rewritten_history import TOKENIZER, Renderer, replies, sequences
 from tests.unit.envs.adapters.test_interaction_loops import LIMITS, RECORD, START, member_of
 
@@ -170,7 +169,7 @@ def test_bodies_that_are_none_and_unknown_paths_have_an_answer_too():
 # --- keys and sessions -----------------------------------------------------------------------------------------------
 
 
-def test_a_key_serves_its_own_episode_until_it_is_over():
+async def test_a_key_serves_its_own_episode_until_it_is_over():
     async def agent(session, asks):
         sessions.append(session)
         async with http(session, Authorization="Bearer sk-wrong") as other:
@@ -188,15 +187,12 @@ def test_a_key_serves_its_own_episode_until_it_is_over():
 
     sessions: list[AgentSession] = []
 
-    async def work():
-        engine = await installed_engine(replies("x", "y"))
-        runner = make_runner(AgentLoop(agent), engine, renderer=Renderer(TOKENIZER), max_turns=2, max_prompt_tokens=40)
-        groups = [await run_group(lease(prompt=json.dumps(RECORD).encode()), runner) for _ in range(2)]
-        await runner.close()
-        assert [member_of(group).reward for group in groups] == [1.0, 2.0]
-        assert len({session.api_key for session in sessions}) == 2
-
-    run(work)
+    engine = await installed_engine(replies("x", "y"))
+    runner = make_runner(AgentLoop(agent), engine, renderer=Renderer(TOKENIZER), max_turns=2, max_prompt_tokens=40)
+    groups = [await run_group(lease(prompt=json.dumps(RECORD).encode()), runner) for _ in range(2)]
+    await runner.close()
+    assert [member_of(group).reward for group in groups] == [1.0, 2.0]
+    assert len({session.api_key for session in sessions}) == 2
 
 
 def test_members_of_a_group_have_a_session_each_and_a_dead_agent_costs_its_own():
@@ -215,26 +211,23 @@ def test_members_of_a_group_have_a_session_each_and_a_dead_agent_costs_its_own()
     ]
 
 
-def test_a_revoked_lease_ends_its_session_and_the_call_that_runs():
+async def test_a_revoked_lease_ends_its_session_and_the_call_that_runs():
     async def agent(session, asks):
         sessions.append(session)
         await asyncio.Event().wait()
 
     sessions: list[AgentSession] = []
 
-    async def work():
-        engine = await installed_engine(replies("x"), gate=asyncio.Event())
-        runner = make_runner(AgentLoop(agent), engine, renderer=Renderer(TOKENIZER), max_prompt_tokens=40)
-        played = asyncio.ensure_future(run_group(lease(prompt=json.dumps(RECORD).encode()), runner))
-        await until(lambda: sessions)
-        async with http(sessions[0]) as asks:
-            call = asyncio.ensure_future(ask(asks, Q))
-            await until(lambda: engine.requests)
-            played.cancel()
-            assert (await call).status_code == 410
-        await runner.close()
-
-    run(work)
+    engine = await installed_engine(replies("x"), gate=asyncio.Event())
+    runner = make_runner(AgentLoop(agent), engine, renderer=Renderer(TOKENIZER), max_prompt_tokens=40)
+    played = asyncio.ensure_future(run_group(lease(prompt=json.dumps(RECORD).encode()), runner))
+    await until(lambda: sessions)
+    async with http(sessions[0]) as asks:
+        call = asyncio.ensure_future(ask(asks, Q))
+        await until(lambda: engine.requests)
+        played.cancel()
+        assert (await call).status_code == 410
+    await runner.close()
 
 
 def test_a_call_without_room_is_told_and_the_trajectory_is_cut_there():
@@ -270,27 +263,24 @@ def test_a_call_that_is_repeated_is_generated_once():
     assert sequences(member) == [f"{START}|x", f"{START}|y"]
 
 
-def test_a_client_that_hung_up_and_asks_again_gets_the_same_answer():
-    async def work():
-        gate = asyncio.Event()
-        engine = await installed_engine(replies("x", "y"), gate=gate)
+async def test_a_client_that_hung_up_and_asks_again_gets_the_same_answer():
+    gate = asyncio.Event()
+    engine = await installed_engine(replies("x", "y"), gate=gate)
 
-        async def agent(session, asks):
-            with pytest.raises(httpx.ReadTimeout):
-                async with http(session) as hasty:
-                    await hasty.post("/chat/completions", json={"messages": [Q]}, timeout=httpx.Timeout(5, read=0.05))
-            again = asyncio.ensure_future(asks.post("/chat/completions", json={"messages": [Q]}))
-            await asyncio.sleep(0)
-            gate.set()
-            return float((await again).json()["choices"][0]["message"]["content"] == "x")
+    async def agent(session, asks):
+        with pytest.raises(httpx.ReadTimeout):
+            async with http(session) as hasty:
+                await hasty.post("/chat/completions", json={"messages": [Q]}, timeout=httpx.Timeout(5, read=0.05))
+        again = asyncio.ensure_future(asks.post("/chat/completions", json={"messages": [Q]}))
+        await asyncio.sleep(0)
+        gate.set()
+        return float((await again).json()["choices"][0]["message"]["content"] == "x")
 
-        runner = make_runner(AgentLoop(agent), engine, renderer=Renderer(TOKENIZER), max_turns=5, max_prompt_tokens=40)
-        group = await run_group(lease(prompt=json.dumps(RECORD).encode()), runner)
-        await runner.close()
-        member = member_of(group)
-        assert member.reward == 1.0 and sequences(member) == [f"{START}|x"] and len(engine.requests) == 1
-
-    run(work)
+    runner = make_runner(AgentLoop(agent), engine, renderer=Renderer(TOKENIZER), max_turns=5, max_prompt_tokens=40)
+    group = await run_group(lease(prompt=json.dumps(RECORD).encode()), runner)
+    await runner.close()
+    member = member_of(group)
+    assert member.reward == 1.0 and sequences(member) == [f"{START}|x"] and len(engine.requests) == 1
 
 
 # --- env.agent and env.agent_command ---------------------------------------------------------------------------------
@@ -427,26 +417,23 @@ def test_settings_that_contradict_each_other_are_refused(words, says):
 
 
 @pytest.mark.shows("actors.endpoint.bind", "actors.endpoint.advertise")
-def test_sessions_have_the_address_that_is_set():
-    async def work():
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.2", 0))
-            port = taken.getsockname()[1]
-        bind = f"actors.endpoint.bind=127.0.0.2:{port}"
-        for words, url in (
-            ([bind], f"http://127.0.0.2:{port}/v1"),
-            ([bind, "actors.endpoint.advertise=gateway"], f"http://gateway:{port}/v1"),
-            (["actors.endpoint.advertise=https://proxy/a"], "https://proxy/a/v1"),
-        ):
-            endpoint: Endpoint = make_endpoint(settings(*words))
-            async with endpoint.session(SimpleNamespace(full="", max_tokens=9)) as session:
-                assert session.base_url == url
-                if bind in words:
-                    with pytest.raises(EngineError, match="cannot be had"):
-                        await make_endpoint(settings(bind)).session(SimpleNamespace(full="")).__aenter__()
-            await endpoint.close()
-
-    run(work)
+async def test_sessions_have_the_address_that_is_set():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.2", 0))
+        port = taken.getsockname()[1]
+    bind = f"actors.endpoint.bind=127.0.0.2:{port}"
+    for words, url in (
+        ([bind], f"http://127.0.0.2:{port}/v1"),
+        ([bind, "actors.endpoint.advertise=gateway"], f"http://gateway:{port}/v1"),
+        (["actors.endpoint.advertise=https://proxy/a"], "https://proxy/a/v1"),
+    ):
+        endpoint: Endpoint = make_endpoint(settings(*words))
+        async with endpoint.session(SimpleNamespace(full="", max_tokens=9)) as session:
+            assert session.base_url == url
+            if bind in words:
+                with pytest.raises(EngineError, match="cannot be had"):
+                    await make_endpoint(settings(bind)).session(SimpleNamespace(full="")).__aenter__()
+        await endpoint.close()
 
 
 def test_a_hub_may_not_name_an_agent_that_the_actor_does_not_allow():
@@ -457,31 +444,29 @@ def test_a_hub_may_not_name_an_agent_that_the_actor_does_not_allow():
         check_allowed(given, given)
 
 
-def test_a_thousand_idle_connections_and_clients_that_hang_do_not_keep_an_agent_waiting(descriptor_limit):
-    async def work():
-        async def agent(session, asks):
-            host, port = session.base_url.removeprefix("http://").removesuffix("/v1").split(":")
-            held.extend([await asyncio.open_connection(host, int(port)) for _ in range(1000)])
-            begun = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.api_key}\r\n"
-            held[0][1].write(begun.encode())  # and no more
-            held[1][1].write(f"{begun}Content-Length: 9999\r\n\r\n{{".encode())
-            first = await ask(asks, Q)
-            await jump(BODY_S + 1)
-            late = (await held[1][0].readuntil(b"}}")).decode()
-            assert late.startswith("HTTP/1.1 408 ") and '"code": "request_timeout"' in late
-            return float(first.status_code == 200 == (await ask(asks, Q)).status_code)
+@jumping
+async def test_a_thousand_idle_connections_and_clients_that_hang_do_not_keep_an_agent_waiting(descriptor_limit):
+    async def agent(session, asks):
+        host, port = session.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        held.extend([await asyncio.open_connection(host, int(port)) for _ in range(1000)])
+        begun = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.api_key}\r\n"
+        held[0][1].write(begun.encode())  # and no more
+        held[1][1].write(f"{begun}Content-Length: 9999\r\n\r\n{{".encode())
+        first = await ask(asks, Q)
+        await jump(BODY_S + 1)
+        late = (await held[1][0].readuntil(b"}}")).decode()
+        assert late.startswith("HTTP/1.1 408 ") and '"code": "request_timeout"' in late
+        return float(first.status_code == 200 == (await ask(asks, Q)).status_code)
 
-        held: list = []
-        runner = make_runner(AgentLoop(agent), await installed_engine(replies("x", "y")), max_turns=5,
-                             renderer=Renderer(TOKENIZER), max_prompt_tokens=40, step_timeout_s=1000.0)
-        member = member_of(await run_group(lease(prompt=json.dumps(RECORD).encode()), runner))
-        assert member.reward == 1.0 and sequences(member) == [f"{START}|x", f"{START}|y"]
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 2000
-        await runner.close()
-        for _, writer in held:
-            writer.close()
-
-    run(work, loop_factory=JumpingLoop)
+    held: list = []
+    runner = make_runner(AgentLoop(agent), await installed_engine(replies("x", "y")), max_turns=5,
+                         renderer=Renderer(TOKENIZER), max_prompt_tokens=40, step_timeout_s=1000.0)
+    member = member_of(await run_group(lease(prompt=json.dumps(RECORD).encode()), runner))
+    assert member.reward == 1.0 and sequences(member) == [f"{START}|x", f"{START}|y"]
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 2000
+    await runner.close()
+    for _, writer in held:
+        writer.close()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """An actor that is told to end while it still loads: it ends at once, unless its engine may have started processes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -19,8 +17,6 @@ from streamrl.config.load import load_config, to_plain
 from streamrl.parent_watch import program
 from tests.flow.processes import wait_until
 from tests.unit.actors.fakes import lease
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def close_while_it_is_built(gate: threading.Event, *, processes: bool) -> bool:

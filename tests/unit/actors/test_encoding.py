@@ -1,7 +1,5 @@
 """Texts to ids: by the short way where a tokenizer is of the library's own class, else by its own."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

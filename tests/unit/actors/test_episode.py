@@ -1,7 +1,5 @@
 """What the model said, what the environment said, and what each turn earned, position by position."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
@@ -19,22 +17,19 @@ from streamrl.environment import ChatMessage, Step
 from streamrl.messages import TO_HUB, Limits, MemberStatus, Outcome, Purpose, ReturnReason, Sampling, Span, Turn
 from streamrl.messages.codec import Decoder, encode, unpack_ids, unpack_logprobs
 from streamrl.transport.session import ActorSession
+from tests.kit.loops import jump, jumping, until
 from tests.unit.actors.fakes import (
     TOKENIZER,
     V1,
     VOCAB,
     AsyncTask,
-    JumpingLoop,
     TableTask,
     always,
     ids_of,
     installed_engine,
-    jump,
     lease,
     make_runner,
-    run,
     says,
-    until,
 )
 
 LIMITS = Limits(vocab_size=VOCAB, max_prompt_tokens=16, max_new_tokens=64)
@@ -52,15 +47,12 @@ async def play_one(task, engine=None, **rules):
 
 
 @pytest.mark.parametrize("number", [np.float64(0.5), np.float32(0.5), torch.tensor(0.5), np.array(0.5)])
-def test_rewards_of_number_libraries_become_plain_numbers_that_can_be_sent(number):
-    async def work():
-        group, _ = await play_one(always(reward=number, score=number, parts={"form": number}))
-        (member,) = group.members
-        assert encode(group)
-        assert (member.reward, member.turns, member.scores) == (0.5, (Turn(0, 2, 0.5),), {"form": 0.5, "score": 0.5})
-        assert {type(x) for x in (member.reward, *member.scores.values(), member.turns[0].reward)} == {float}
-
-    run(work)
+async def test_rewards_of_number_libraries_become_plain_numbers_that_can_be_sent(number):
+    group, _ = await play_one(always(reward=number, score=number, parts={"form": number}))
+    (member,) = group.members
+    assert encode(group)
+    assert (member.reward, member.turns, member.scores) == (0.5, (Turn(0, 2, 0.5),), {"form": 0.5, "score": 0.5})
+    assert {type(x) for x in (member.reward, *member.scores.values(), member.turns[0].reward)} == {float}
 
 
 @pytest.mark.parametrize(
@@ -77,23 +69,17 @@ def test_rewards_of_number_libraries_become_plain_numbers_that_can_be_sent(numbe
         ({"parts": {f"part{n}": 1.0 for n in range(65)}}, "parts of 65 names, at most 63"),
     ],
 )
-def test_what_cannot_be_sent_costs_the_member_and_is_said_by_name_and_value(fields, complaint):
-    async def work():
-        group, runner = await play_one(always(**fields))
-        assert (group.outcome, group.reason) == (Outcome.RETURNED, ReturnReason.ENV_ERROR)
-        assert re.search(f"Plain.step of task table returned {complaint}", group.detail), group.detail
-        assert runner.num_env_errors == 1
-        assert encode(group)
-
-    run(work)
+async def test_what_cannot_be_sent_costs_the_member_and_is_said_by_name_and_value(fields, complaint):
+    group, runner = await play_one(always(**fields))
+    assert (group.outcome, group.reason) == (Outcome.RETURNED, ReturnReason.ENV_ERROR)
+    assert re.search(f"Plain.step of task table returned {complaint}", group.detail), group.detail
+    assert runner.num_env_errors == 1
+    assert encode(group)
 
 
-def test_as_many_parts_as_a_member_can_carry_are_carried():
-    async def work():
-        group, _ = await play_one(always(parts={f"part{n}": 1.0 for n in range(63)}))
-        assert len(group.members[0].scores) == 64
-
-    run(work)
+async def test_as_many_parts_as_a_member_can_carry_are_carried():
+    group, _ = await play_one(always(parts={f"part{n}": 1.0 for n in range(63)}))
+    assert len(group.members[0].scores) == 64
 
 
 class Spiteful(Exception):
@@ -107,32 +93,26 @@ class Surrogate(Exception):
 
 
 @pytest.mark.parametrize("error", [Spiteful(), Surrogate(), StopIteration(), SystemExit(1)])
-def test_no_exception_of_an_environment_gets_further_than_its_member(error):
+async def test_no_exception_of_an_environment_gets_further_than_its_member(error):
     def step(action):
         raise error
 
-    async def work():
-        group, _ = await play_one(TableTask(step))
-        assert group.reason == ReturnReason.ENV_ERROR and encode(group)
-
-    run(work)
+    group, _ = await play_one(TableTask(step))
+    assert group.reason == ReturnReason.ENV_ERROR and encode(group)
 
 
-def test_an_environment_that_cannot_be_made_or_says_nonsense_costs_the_member():
+async def test_an_environment_that_cannot_be_made_or_says_nonsense_costs_the_member():
     class Unmade(TableTask):
         def env(self):
             raise OSError("no display")
 
-    async def work():
-        group, _ = await play_one(Unmade(lambda action: None))
-        assert "no display" in group.detail
-        group, _ = await play_one(TableTask(lambda action: 1.0))
-        assert "returned float, expected streamrl.Step" in group.detail
-        wrong = TableTask(lambda action: Step(0.0, done=False, messages=["not a message"]))
-        group, _ = await play_one(wrong, max_turns=2, renderer=Renderer(TOKENIZER))
-        assert group.reason == ReturnReason.ENV_ERROR
-
-    run(work)
+    group, _ = await play_one(Unmade(lambda action: None))
+    assert "no display" in group.detail
+    group, _ = await play_one(TableTask(lambda action: 1.0))
+    assert "returned float, expected streamrl.Step" in group.detail
+    wrong = TableTask(lambda action: Step(0.0, done=False, messages=["not a message"]))
+    group, _ = await play_one(wrong, max_turns=2, renderer=Renderer(TOKENIZER))
+    assert group.reason == ReturnReason.ENV_ERROR
 
 
 # --- turns ----------------------------------------------------------------------------------------------------------
@@ -159,107 +139,83 @@ def reply_by_turn(*texts: str):
     return lambda prompt, seed, version: ids_of(texts[TOKENIZER.decode(prompt).count("q")])
 
 
-def test_three_turns_stand_in_one_trajectory_with_observations_off_the_mask():
-    async def work():
-        engine = await installed_engine(reply_by_turn("one", "two", "three"))
-        group, _ = await play_one(three_turns(done_at=3), engine, max_turns=5)
-        (member,) = group.members
-        assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two q2 three"
-        assert member.mask == ((0, 3), (7, 10), (14, 19))
-        assert member.turns == (Turn(0, 3, 1.0), Turn(7, 10, 2.0), Turn(14, 19, 3.0)) and member.reward == 6.0
-        assert member.versions == (Span(1, 1, 0, 3), Span(1, 1, 7, 10), Span(1, 1, 14, 19))
-        logprobs = unpack_logprobs(member.logprobs)
-        actions = np.zeros(19, bool)
-        for start, end in member.mask:
-            actions[start:end] = True
-        assert (logprobs[actions] == -1.0).all() and (logprobs[~actions] == 0.0).all()
-        assert member.scores == {"score": 6.0, "one": 10.0, "two": 10.0, "three": 10.0}
-        assert (member.status, member.finish) == (MemberStatus.FINISHED, "stop")
-        # Token in, token out: the next prompt is what stood there, not what a tokenizer makes of it.
-        assert list(engine.requests[2].prompt_ids) == ids_of("hi" + "one q1 two q2 ")
-        assert len({request.seed for request in engine.requests}) == 3
-
-    run(work)
+async def test_three_turns_stand_in_one_trajectory_with_observations_off_the_mask():
+    engine = await installed_engine(reply_by_turn("one", "two", "three"))
+    group, _ = await play_one(three_turns(done_at=3), engine, max_turns=5)
+    (member,) = group.members
+    assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two q2 three"
+    assert member.mask == ((0, 3), (7, 10), (14, 19))
+    assert member.turns == (Turn(0, 3, 1.0), Turn(7, 10, 2.0), Turn(14, 19, 3.0)) and member.reward == 6.0
+    assert member.versions == (Span(1, 1, 0, 3), Span(1, 1, 7, 10), Span(1, 1, 14, 19))
+    logprobs = unpack_logprobs(member.logprobs)
+    actions = np.zeros(19, bool)
+    for start, end in member.mask:
+        actions[start:end] = True
+    assert (logprobs[actions] == -1.0).all() and (logprobs[~actions] == 0.0).all()
+    assert member.scores == {"score": 6.0, "one": 10.0, "two": 10.0, "three": 10.0}
+    assert (member.status, member.finish) == (MemberStatus.FINISHED, "stop")
+    # Token in, token out: the next prompt is what stood there, not what a tokenizer makes of it.
+    assert list(engine.requests[2].prompt_ids) == ids_of("hi" + "one q1 two q2 ")
+    assert len({request.seed for request in engine.requests}) == 3
 
 
-def test_an_observation_that_leaves_no_room_for_an_answer_ends_the_episode_truncated_with_what_there_is():
-    async def work():
-        engine = await installed_engine(reply_by_turn("one", "two", "three"))
-        # "hi", "one", " q1 ", "two" are 12 tokens; " q2 " brings 16, and an answer needs one more.
-        group, runner = await play_one(three_turns(done_at=3), engine, max_turns=5, max_tokens=16)
-        (member,) = group.members
-        assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two"
-        assert member.mask == ((0, 3), (7, 10)) and member.turns == (Turn(0, 3, 1.0), Turn(7, 10, 2.0))
-        assert (member.status, member.finish) == (MemberStatus.TRUNCATED, "length")
-        assert runner.num_env_errors == 0 and group.outcome == Outcome.COMPLETE
-
-    run(work)
+async def test_an_observation_that_leaves_no_room_for_an_answer_ends_the_episode_truncated_with_what_there_is():
+    engine = await installed_engine(reply_by_turn("one", "two", "three"))
+    # "hi", "one", " q1 ", "two" are 12 tokens; " q2 " brings 16, and an answer needs one more.
+    group, runner = await play_one(three_turns(done_at=3), engine, max_turns=5, max_tokens=16)
+    (member,) = group.members
+    assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two"
+    assert member.mask == ((0, 3), (7, 10)) and member.turns == (Turn(0, 3, 1.0), Turn(7, 10, 2.0))
+    assert (member.status, member.finish) == (MemberStatus.TRUNCATED, "length")
+    assert runner.num_env_errors == 0 and group.outcome == Outcome.COMPLETE
 
 
-def test_the_last_answer_gets_the_room_that_is_left():
-    async def work():
-        engine = await installed_engine(reply_by_turn("one", "two", "three"))
-        group, _ = await play_one(three_turns(done_at=3), engine, max_turns=5, max_tokens=18)
-        (member,) = group.members
-        assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two q2 th"
-        assert [request.max_new_tokens for request in engine.requests] == [8, 8, 2]
-        assert (member.status, member.finish, member.cut) == (MemberStatus.FINISHED, "length", True)
-
-    run(work)
+async def test_the_last_answer_gets_the_room_that_is_left():
+    engine = await installed_engine(reply_by_turn("one", "two", "three"))
+    group, _ = await play_one(three_turns(done_at=3), engine, max_turns=5, max_tokens=18)
+    (member,) = group.members
+    assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two q2 th"
+    assert [request.max_new_tokens for request in engine.requests] == [8, 8, 2]
+    assert (member.status, member.finish, member.cut) == (MemberStatus.FINISHED, "length", True)
 
 
-def test_a_prompt_that_fills_the_whole_trajectory_is_too_long():
-    async def work():
-        group, _ = await play_one(always(), max_tokens=2)
-        assert (group.outcome, group.reason) == (Outcome.RETURNED, ReturnReason.TOO_LONG)
-
-    run(work)
+async def test_a_prompt_that_fills_the_whole_trajectory_is_too_long():
+    group, _ = await play_one(always(), max_tokens=2)
+    assert (group.outcome, group.reason) == (Outcome.RETURNED, ReturnReason.TOO_LONG)
 
 
-def test_an_episode_that_max_turns_ends_is_truncated():
-    async def work():
-        engine = await installed_engine(reply_by_turn("one", "two", "three"))
-        group, _ = await play_one(three_turns(done_at=3), engine, max_turns=2)
-        (member,) = group.members
-        assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two"
-        assert (member.status, member.finish, member.reward) == (MemberStatus.TRUNCATED, "env", 3.0)
-
-    run(work)
+async def test_an_episode_that_max_turns_ends_is_truncated():
+    engine = await installed_engine(reply_by_turn("one", "two", "three"))
+    group, _ = await play_one(three_turns(done_at=3), engine, max_turns=2)
+    (member,) = group.members
+    assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two"
+    assert (member.status, member.finish, member.reward) == (MemberStatus.TRUNCATED, "env", 3.0)
 
 
-def test_an_answer_cut_by_max_new_tokens_and_judged_is_finished_and_says_that_it_was_cut():
-    async def work():
-        group, _ = await play_one(always(), await installed_engine(says("abcdef")), max_new_tokens=4)
-        (member,) = group.members
-        assert (len(member.token_ids), member.status, member.finish) == (16, MemberStatus.FINISHED, "length")
-        assert member.cut
-
-    run(work)
+async def test_an_answer_cut_by_max_new_tokens_and_judged_is_finished_and_says_that_it_was_cut():
+    group, _ = await play_one(always(), await installed_engine(says("abcdef")), max_new_tokens=4)
+    (member,) = group.members
+    assert (len(member.token_ids), member.status, member.finish) == (16, MemberStatus.FINISHED, "length")
+    assert member.cut
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2])
-def test_a_turn_without_tokens_has_no_range_and_its_reward_is_kept(empty):
+async def test_a_turn_without_tokens_has_no_range_and_its_reward_is_kept(empty):
     texts = ["one", "two", "six"]
     texts[empty] = ""
 
-    async def work():
-        engine = await installed_engine(reply_by_turn(*texts))
-        group, _ = await play_one(three_turns(done_at=3), engine, max_turns=3)
-        (member,) = group.members
-        assert len(member.mask) == len(member.turns) == len(member.versions) == 2
-        assert [turn.reward for turn in member.turns] == [[3.0, 3.0], [3.0, 3.0], [1.0, 5.0]][empty]
-        assert member.reward == 6.0
-
-    run(work)
+    engine = await installed_engine(reply_by_turn(*texts))
+    group, _ = await play_one(three_turns(done_at=3), engine, max_turns=3)
+    (member,) = group.members
+    assert len(member.mask) == len(member.turns) == len(member.versions) == 2
+    assert [turn.reward for turn in member.turns] == [[3.0, 3.0], [3.0, 3.0], [1.0, 5.0]][empty]
+    assert member.reward == 6.0
 
 
-def test_an_episode_without_any_token_is_aborted_not_an_empty_range():
-    async def work():
-        group, _ = await play_one(always(), await installed_engine(says("")))
-        assert (group.outcome, group.reason) == (Outcome.RETURNED, ReturnReason.ENV_ERROR)
-        assert "no generation had a token" in group.detail
-
-    run(work)
+async def test_an_episode_without_any_token_is_aborted_not_an_empty_range():
+    group, _ = await play_one(always(), await installed_engine(says("")))
+    assert (group.outcome, group.reason) == (Outcome.RETURNED, ReturnReason.ENV_ERROR)
+    assert "no generation had a token" in group.detail
 
 
 # --- settings that end up in an episode ------------------------------------------------------------------------------
@@ -278,37 +234,31 @@ def by_seed(prompt, seed, version):
     return ids_of(["ok", "bad"][seed % 2])
 
 
-def test_env_on_error_drop_aborts_the_failed_member_alone():
-    async def work():
-        runner = make_runner(fails_for("bad"), await installed_engine(by_seed))
-        group = await run_group(lease(members=3), runner)
-        assert group.outcome == Outcome.COMPLETE
-        states = {member.index: member.status for member in group.members}
-        assert states == {0: MemberStatus.FINISHED, 1: MemberStatus.ABORTED, 2: MemberStatus.FINISHED}
-        aborted = next(member for member in group.members if member.index == 1)
-        assert (aborted.token_ids, aborted.finish) == (b"", "ValueError: broken")
-        assert runner.num_env_errors == 1 and sendable(group, lease(members=3), LIMITS) is group
-        assert group.num_failed_episodes == 1 and group.detail.endswith("ValueError: broken")
-
-    run(work)
+async def test_env_on_error_drop_aborts_the_failed_member_alone():
+    runner = make_runner(fails_for("bad"), await installed_engine(by_seed))
+    group = await run_group(lease(members=3), runner)
+    assert group.outcome == Outcome.COMPLETE
+    states = {member.index: member.status for member in group.members}
+    assert states == {0: MemberStatus.FINISHED, 1: MemberStatus.ABORTED, 2: MemberStatus.FINISHED}
+    aborted = next(member for member in group.members if member.index == 1)
+    assert (aborted.token_ids, aborted.finish) == (b"", "ValueError: broken")
+    assert runner.num_env_errors == 1 and sendable(group, lease(members=3), LIMITS) is group
+    assert group.num_failed_episodes == 1 and group.detail.endswith("ValueError: broken")
 
 
 @pytest.mark.parametrize("floor", [-1.5, 0.0])
-def test_env_on_error_floor_gives_the_failed_member_the_reward_floor(floor):
-    async def work():
-        runner = make_runner(fails_for("bad"), await installed_engine(by_seed), error_floor=floor)
-        group = await run_group(lease(members=2), runner)
-        failed = group.members[1]
-        assert (failed.status, failed.finish, failed.reward) == (MemberStatus.FINISHED, "env", floor)
-        assert failed.scores == {"score": floor, "env_error": 1.0}
-        assert TOKENIZER.decode(unpack_ids(failed.token_ids)) == "bad"
-        assert group.members[0].reward == 1.0 and sendable(group, lease(members=2), LIMITS) is group
-
-    run(work)
+async def test_env_on_error_floor_gives_the_failed_member_the_reward_floor(floor):
+    runner = make_runner(fails_for("bad"), await installed_engine(by_seed), error_floor=floor)
+    group = await run_group(lease(members=2), runner)
+    failed = group.members[1]
+    assert (failed.status, failed.finish, failed.reward) == (MemberStatus.FINISHED, "env", floor)
+    assert failed.scores == {"score": floor, "env_error": 1.0}
+    assert TOKENIZER.decode(unpack_ids(failed.token_ids)) == "bad"
+    assert group.members[0].reward == 1.0 and sendable(group, lease(members=2), LIMITS) is group
 
 
 @pytest.mark.parametrize("floor", [-1.0, 0.3])
-def test_env_on_error_floor_is_not_added_to_what_earlier_turns_earned(floor):
+async def test_env_on_error_floor_is_not_added_to_what_earlier_turns_earned(floor):
     answers = [Step(0.7, done=False, messages=[ChatMessage("user", "more")])] * 2
 
     def step(action):
@@ -316,64 +266,53 @@ def test_env_on_error_floor_is_not_added_to_what_earlier_turns_earned(floor):
             return answers.pop()
         raise ValueError("broken")
 
-    async def work():
-        group, _ = await play_one(TableTask(step), error_floor=floor, max_turns=3, max_new_tokens=2)
-        (member,) = group.members
-        assert (member.reward, [turn.reward for turn in member.turns]) == (floor, [0.0, 0.0, floor])
-        assert member.scores == {"score": floor, "env_error": 1.0}
-
-    run(work)
+    group, _ = await play_one(TableTask(step), error_floor=floor, max_turns=3, max_new_tokens=2)
+    (member,) = group.members
+    assert (member.reward, [turn.reward for turn in member.turns]) == (floor, [0.0, 0.0, floor])
+    assert member.scores == {"score": floor, "env_error": 1.0}
 
 
-def test_env_step_timeout_s_ends_an_async_step_and_names_itself():
+@jumping
+async def test_env_step_timeout_s_ends_an_async_step_and_names_itself():
     async def step(action):
         waiting.append(action)
         await asyncio.Event().wait()
 
     waiting: list[str] = []
 
-    async def work():
-        runner = make_runner(AsyncTask(step), await installed_engine(), step_timeout_s=30.0)
-        task = asyncio.create_task(run_group(lease(), runner))
-        await until(lambda: bool(waiting))
-        await jump(29.0)
-        assert not task.done()
-        await jump(2.0)
-        group = await task
-        assert group.reason == ReturnReason.ENV_ERROR and "env.step_timeout_s=30" in group.detail
-        assert runner.executor.num_hung_calls == 1
-
-    run(work, loop_factory=JumpingLoop)
+    runner = make_runner(AsyncTask(step), await installed_engine(), step_timeout_s=30.0)
+    task = asyncio.create_task(run_group(lease(), runner))
+    await until(lambda: bool(waiting))
+    await jump(29.0)
+    assert not task.done()
+    await jump(2.0)
+    group = await task
+    assert group.reason == ReturnReason.ENV_ERROR and "env.step_timeout_s=30" in group.detail
+    assert runner.executor.num_hung_calls == 1
 
 
-def test_a_prompt_over_max_prompt_tokens_is_handed_back_and_its_siblings_stop():
+async def test_a_prompt_over_max_prompt_tokens_is_handed_back_and_its_siblings_stop():
     task = always()
     task._reset = lambda record: [ChatMessage("user", "x" * record["length"])]
 
-    async def work():
-        engine = await installed_engine()
-        runner = make_runner(task, engine, max_prompt_tokens=5)
-        fits = await run_group(lease(prompt=b'{"length": 5}'), runner)
-        assert fits.outcome == Outcome.COMPLETE
-        over = await run_group(lease(members=4, prompt=b'{"length": 6}'), runner)
-        assert (over.outcome, over.reason) == (Outcome.RETURNED, ReturnReason.TOO_LONG)
-        assert "6 tokens, rollout.max_prompt_tokens is 5" in over.detail
-        assert len(engine.requests) == 1
-
-    run(work)
+    engine = await installed_engine()
+    runner = make_runner(task, engine, max_prompt_tokens=5)
+    fits = await run_group(lease(prompt=b'{"length": 5}'), runner)
+    assert fits.outcome == Outcome.COMPLETE
+    over = await run_group(lease(members=4, prompt=b'{"length": 6}'), runner)
+    assert (over.outcome, over.reason) == (Outcome.RETURNED, ReturnReason.TOO_LONG)
+    assert "6 tokens, rollout.max_prompt_tokens is 5" in over.detail
+    assert len(engine.requests) == 1
 
 
-def test_stop_strings_sampling_and_lengths_reach_the_engine_as_they_are():
-    async def work():
-        engine = await installed_engine()
-        sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.01)
-        runner = make_runner(always(), engine, stop=("END", "."), ignore_eos=True, max_new_tokens=7)
-        await run_group(lease(sampling=sampling, seeds=(99,), purpose=Purpose.EVAL), runner)  # it returns no sets
-        (request,) = engine.requests
-        assert (request.stop, request.ignore_eos, request.max_new_tokens) == (("END", "."), True, 7)
-        assert (request.sampling, request.seed) == (sampling, 99)
-
-    run(work)
+async def test_stop_strings_sampling_and_lengths_reach_the_engine_as_they_are():
+    engine = await installed_engine()
+    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.01)
+    runner = make_runner(always(), engine, stop=("END", "."), ignore_eos=True, max_new_tokens=7)
+    await run_group(lease(sampling=sampling, seeds=(99,), purpose=Purpose.EVAL), runner)  # it returns no sets
+    (request,) = engine.requests
+    assert (request.stop, request.ignore_eos, request.max_new_tokens) == (("END", "."), True, 7)
+    assert (request.sampling, request.seed) == (sampling, 99)
 
 
 @pytest.mark.parametrize(
@@ -384,66 +323,57 @@ def test_stop_strings_sampling_and_lengths_reach_the_engine_as_they_are():
         ({"apply_chat_template": False}, "hi"),
     ],
 )
-def test_system_prompt_and_chat_template_shape_what_the_engine_reads(options, prompt):
+async def test_system_prompt_and_chat_template_shape_what_the_engine_reads(options, prompt):
     chat = copy.deepcopy(TOKENIZER)
     chat.chat_template = (
         "{% for m in messages %}{{ m.role[0] + ':' + m.content + '<end>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
     )
 
-    async def work():
-        engine = await installed_engine()
-        runner = make_runner(always(), engine, renderer=Renderer(chat, **options), max_prompt_tokens=40)
-        group = await run_group(lease(), runner)
-        assert chat.decode(engine.requests[0].prompt_ids) == prompt
-        assert chat.decode(unpack_ids(group.members[0].prompt_ids)) == prompt
-
-    run(work)
+    engine = await installed_engine()
+    runner = make_runner(always(), engine, renderer=Renderer(chat, **options), max_prompt_tokens=40)
+    group = await run_group(lease(), runner)
+    assert chat.decode(engine.requests[0].prompt_ids) == prompt
+    assert chat.decode(unpack_ids(group.members[0].prompt_ids)) == prompt
 
 
 # --- the door out -----------------------------------------------------------------------------------------------------
 
 
-def test_a_group_that_the_hub_would_refuse_is_handed_back_with_the_rule_it_breaks():
-    async def work():
-        group, _ = await play_one(always())
-        (member,) = group.members
-        broken = {
-            "is outside the vocabulary": (group, msgspec.structs.replace(LIMITS, vocab_size=5)),
-            "has a prompt of 2 tokens, the limit is 1": (group, msgspec.structs.replace(LIMITS, max_prompt_tokens=1)),
-            "has 2 action tokens, the limit is 1": (group, msgspec.structs.replace(LIMITS, max_new_tokens=1)),
-            "over the limit of 20": (group, msgspec.structs.replace(LIMITS, max_message_bytes=20)),
-            "is not in the lease": (_with(group, msgspec.structs.replace(member, index=3)), LIMITS),
-            "the reward is inf": (_with(group, msgspec.structs.replace(member, reward=math.inf)), LIMITS),
-            "cannot be encoded": (_with(group, msgspec.structs.replace(member, reward=np.float64(1))), LIMITS),
-            "Expected `str` of length <= 32": (_with(group, msgspec.structs.replace(member, finish="x" * 33)), LIMITS),
-        }
-        for complaint, (candidate, limits) in broken.items():
-            session = ActorSession("a", 1, engine="fake", max_leases=1, transports=(), software="test")
-            session.limits = limits
-            session.submit(sendable(candidate, lease(), limits), 0.0)
-            back = Decoder(TO_HUB).decode(session.outbox.waiting()[0].frame)
-            assert (back.outcome, back.reason, back.members) == (Outcome.RETURNED, ReturnReason.ENV_ERROR, ())
-            assert complaint in back.detail
-
-    run(work)
+async def test_a_group_that_the_hub_would_refuse_is_handed_back_with_the_rule_it_breaks():
+    group, _ = await play_one(always())
+    (member,) = group.members
+    broken = {
+        "is outside the vocabulary": (group, msgspec.structs.replace(LIMITS, vocab_size=5)),
+        "has a prompt of 2 tokens, the limit is 1": (group, msgspec.structs.replace(LIMITS, max_prompt_tokens=1)),
+        "has 2 action tokens, the limit is 1": (group, msgspec.structs.replace(LIMITS, max_new_tokens=1)),
+        "over the limit of 20": (group, msgspec.structs.replace(LIMITS, max_message_bytes=20)),
+        "is not in the lease": (_with(group, msgspec.structs.replace(member, index=3)), LIMITS),
+        "the reward is inf": (_with(group, msgspec.structs.replace(member, reward=math.inf)), LIMITS),
+        "cannot be encoded": (_with(group, msgspec.structs.replace(member, reward=np.float64(1))), LIMITS),
+        "Expected `str` of length <= 32": (_with(group, msgspec.structs.replace(member, finish="x" * 33)), LIMITS),
+    }
+    for complaint, (candidate, limits) in broken.items():
+        session = ActorSession("a", 1, engine="fake", max_leases=1, transports=(), software="test")
+        session.limits = limits
+        session.submit(sendable(candidate, lease(), limits), 0.0)
+        back = Decoder(TO_HUB).decode(session.outbox.waiting()[0].frame)
+        assert (back.outcome, back.reason, back.members) == (Outcome.RETURNED, ReturnReason.ENV_ERROR, ())
+        assert complaint in back.detail
 
 
 def _with(group, member):
     return msgspec.structs.replace(group, members=(member,))
 
 
-def test_equal_prompts_travel_once_and_every_generation_and_step_is_progress():
+async def test_equal_prompts_travel_once_and_every_generation_and_step_is_progress():
     events = []
 
-    async def work():
-        runner = make_runner(always(), await installed_engine())
-        group = await run_group(lease(members=3), runner, on_progress=lambda: events.append(1))
-        assert [bool(member.prompt_ids) for member in group.members] == [True, False, False]
-        assert len(events) == 3 * 3  # reset, generation, step
-        assert json.loads(lease().prompt) == {"id": 0} and group.members[0].versions[0].version == V1.version
-
-    run(work)
+    runner = make_runner(always(), await installed_engine())
+    group = await run_group(lease(members=3), runner, on_progress=lambda: events.append(1))
+    assert [bool(member.prompt_ids) for member in group.members] == [True, False, False]
+    assert len(events) == 3 * 3  # reset, generation, step
+    assert json.loads(lease().prompt) == {"id": 0} and group.members[0].versions[0].version == V1.version
 
 
 # --- what the members of a group share -------------------------------------------------------------------------------
@@ -461,7 +391,7 @@ class CountingRenderer(Renderer):
         return super().encode_input(text, whole=whole)
 
 
-def test_members_share_a_rendered_prompt_and_nothing_else():
+async def test_members_share_a_rendered_prompt_and_nothing_else():
     records = []
 
     def reset(record):
@@ -469,28 +399,22 @@ def test_members_share_a_rendered_prompt_and_nothing_else():
         record["list"].append("spoiled")  # an environment may do as it likes with its record
         return [ChatMessage("user", "ab" if len(record["list"]) == 2 else "spoiled")]
 
-    async def work():
-        renderer = CountingRenderer()
-        runner = make_runner(TableTask(lambda action: Step(1.0), reset), await installed_engine(), renderer=renderer)
-        group = await run_group(lease(members=4, prompt=b'{"list": ["x"]}'), runner)
-        assert renderer.encoded == ["ab"]
-        assert len({id(record["list"]) for record in records}) == 4
-        assert all(record["list"] == ["x", "spoiled"] for record in records)
-        assert unpack_ids(group.members[0].prompt_ids).tolist() == ids_of("ab")
-        assert [member.prompt_ids for member in group.members[1:]] == [b""] * 3  # the same as the first
-        await run_group(lease(members=2, prompt=b'{"list": ["x"]}'), runner)
-        assert renderer.encoded == ["ab", "ab"]  # another group: nothing is kept beyond one
-
-    run(work)
+    renderer = CountingRenderer()
+    runner = make_runner(TableTask(lambda action: Step(1.0), reset), await installed_engine(), renderer=renderer)
+    group = await run_group(lease(members=4, prompt=b'{"list": ["x"]}'), runner)
+    assert renderer.encoded == ["ab"]
+    assert len({id(record["list"]) for record in records}) == 4
+    assert all(record["list"] == ["x", "spoiled"] for record in records)
+    assert unpack_ids(group.members[0].prompt_ids).tolist() == ids_of("ab")
+    assert [member.prompt_ids for member in group.members[1:]] == [b""] * 3  # the same as the first
+    await run_group(lease(members=2, prompt=b'{"list": ["x"]}'), runner)
+    assert renderer.encoded == ["ab", "ab"]  # another group: nothing is kept beyond one
 
 
-def test_members_whose_episodes_open_differently_have_prompts_of_their_own():
+async def test_members_whose_episodes_open_differently_have_prompts_of_their_own():
     openings = iter("abc")
 
-    async def work():
-        task = TableTask(lambda action: Step(1.0), lambda record: [ChatMessage("user", next(openings))])
-        group = await run_group(lease(members=3), make_runner(task, await installed_engine(), num_threads=1))
-        prompts = [unpack_ids(member.prompt_ids).tolist() for member in group.members]
-        assert sorted(prompts) == [ids_of(letter) for letter in "abc"]
-
-    run(work)
+    task = TableTask(lambda action: Step(1.0), lambda record: [ChatMessage("user", next(openings))])
+    group = await run_group(lease(members=3), make_runner(task, await installed_engine(), num_threads=1))
+    prompts = [unpack_ids(member.prompt_ids).tolist() for member in group.members]
+    assert sorted(prompts) == [ids_of(letter) for letter in "abc"]

@@ -1,7 +1,5 @@
 """`streamrl eval` and `streamrl chat` on a real tiny checkpoint, as processes and in this one."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """A trajectory is a graph of sequences: agents that speak in turns, and forks of a conversation."""
 
-from __future__ import annotations
-
 import pytest
 
 from actors.engines.base import Generation, VersionSpan
@@ -10,7 +8,7 @@ from actors.trajectory.transcript import Transcript
 from streamrl.errors import EngineError
 from streamrl.messages import Turn, VersionRef
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
-from tests.unit.actors.fakes import run
+from tests.kit.loops import run
 from tests.unit.actors.test_rewritten_history import TOKENIZER, sequences
 from tests.unit.envs.adapters.test_interaction_loops import member_of, play, write  # noqa: F401
 

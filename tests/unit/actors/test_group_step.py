@@ -1,7 +1,5 @@
 """A reward in TRL's batched form is called once for the members of a group; what a failure in it costs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -11,7 +9,8 @@ from envs.registry import task_of
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.environment import ChatMessage, Step
 from streamrl.messages import Group, MemberStatus, Outcome, ReturnReason
-from tests.unit.actors.fakes import installed_engine, lease, make_runner, run, says
+from tests.kit.loops import run
+from tests.unit.actors.fakes import installed_engine, lease, make_runner, says
 
 BASE = to_plain(load_config(["experiment=quickstart"]))
 RECORD = {"question": "1 + 1 = ?", "answer": "2", "level": 3}

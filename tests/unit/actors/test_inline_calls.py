@@ -1,7 +1,5 @@
 """Quick methods are called on the event loop, and a call that hangs there is ended all the same."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import signal
@@ -18,7 +16,6 @@ from actors.env_calls.executor import EnvExecutor, HungCallError
 from actors.env_calls.inline import NUM_QUICK, SETBACK, SLOW_S, InlineCalls
 from streamrl.environment import SingleTurnTask
 from streamrl.errors import TaskError
-from tests.unit.actors.fakes import run
 
 LIMIT_S = 0.2
 
@@ -52,39 +49,33 @@ def proven(env=None, num=NUM_QUICK):
     return env, EnvExecutor(2, inline)
 
 
-def test_the_first_calls_have_a_thread_and_later_ones_none():
-    async def work():
-        env, calls = Probe(), EnvExecutor(2, InlineCalls())
-        on_loop = [await calls.run(env.step, "", 10.0) for _ in range(4 * NUM_QUICK)]
-        assert not any(on_loop[:NUM_QUICK]) and on_loop[-1]
-        assert calls.num_answered == {"step": 4 * NUM_QUICK}
-        assert await calls.run(Probe().step, "", 10.0)  # another episode of the same environment
-
-    run(work)
+async def test_the_first_calls_have_a_thread_and_later_ones_none():
+    env, calls = Probe(), EnvExecutor(2, InlineCalls())
+    on_loop = [await calls.run(env.step, "", 10.0) for _ in range(4 * NUM_QUICK)]
+    assert not any(on_loop[:NUM_QUICK]) and on_loop[-1]
+    assert calls.num_answered == {"step": 4 * NUM_QUICK}
+    assert await calls.run(Probe().step, "", 10.0)  # another episode of the same environment
 
 
 @pytest.mark.parametrize("why", ["few", "often too long", "once slow", "may block", "no inline calls", "alarm in use"])
-def test_a_method_that_is_not_known_to_be_quick_has_a_thread(why):
-    async def work():
-        env, calls = proven(num=NUM_QUICK - 1 if why == "few" else NUM_QUICK)
-        inline = calls._inline
-        if why == "often too long":
-            inline.note(env.step, SLOW_S / 2)
-        elif why == "once slow":
-            for seconds in (SLOW_S, *[1e-5] * (SETBACK + NUM_QUICK)):
-                inline.note(env.step, seconds)
-        elif why == "may block":
-            env.may_block = True
-        elif why == "no inline calls":
-            calls = EnvExecutor(2)
-        elif why == "alarm in use":
-            signal.signal(signal.SIGALRM, lambda number, frame: None)
-        assert not await calls.run(env.step, "", 10.0)
-        if why == "may block":
-            env.may_block = False
-            assert await calls.run(env.step, "", 10.0)
-
-    run(work)
+async def test_a_method_that_is_not_known_to_be_quick_has_a_thread(why):
+    env, calls = proven(num=NUM_QUICK - 1 if why == "few" else NUM_QUICK)
+    inline = calls._inline
+    if why == "often too long":
+        inline.note(env.step, SLOW_S / 2)
+    elif why == "once slow":
+        for seconds in (SLOW_S, *[1e-5] * (SETBACK + NUM_QUICK)):
+            inline.note(env.step, seconds)
+    elif why == "may block":
+        env.may_block = True
+    elif why == "no inline calls":
+        calls = EnvExecutor(2)
+    elif why == "alarm in use":
+        signal.signal(signal.SIGALRM, lambda number, frame: None)
+    assert not await calls.run(env.step, "", 10.0)
+    if why == "may block":
+        env.may_block = False
+        assert await calls.run(env.step, "", 10.0)
 
 
 @pytest.mark.skipif(not hasattr(resource, "RUSAGE_THREAD"), reason="counts the waits of a thread")
@@ -125,61 +116,49 @@ def _catches_everything():
 
 
 @pytest.mark.parametrize("hang", [_busy, _catches_everything, threading.Event().wait])
-def test_an_inline_call_that_hangs_is_ended_and_has_a_thread_from_then_on(hang):
-    async def work():
-        env, calls = proven()
-        with pytest.raises(HungCallError, match="step ran for more than env.step_timeout_s=0.2"):
-            await calls.run(env.step, hang, LIMIT_S)
-        assert calls.num_hung_calls == 1 and calls.num_abandoned == 0 and not calls.num_answered["step"]
-        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
-        assert not await calls.run(env.step, "", 10.0)
-
-    run(work)
+async def test_an_inline_call_that_hangs_is_ended_and_has_a_thread_from_then_on(hang):
+    env, calls = proven()
+    with pytest.raises(HungCallError, match="step ran for more than env.step_timeout_s=0.2"):
+        await calls.run(env.step, hang, LIMIT_S)
+    assert calls.num_hung_calls == 1 and calls.num_abandoned == 0 and not calls.num_answered["step"]
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+    assert not await calls.run(env.step, "", 10.0)
 
 
-def test_a_limit_beyond_every_timer_is_no_error():
-    async def work():
-        env, calls = proven()
-        assert await calls.run(env.step, "", 1e12)
-
-    run(work)
+async def test_a_limit_beyond_every_timer_is_no_error():
+    env, calls = proven()
+    assert await calls.run(env.step, "", 1e12)
 
 
-def test_a_call_leaves_no_timer_behind_and_its_error_reaches_the_caller():
+async def test_a_call_leaves_no_timer_behind_and_its_error_reaches_the_caller():
     def fails():
         raise ValueError("of the environment")
 
     def exits():
         raise SystemExit(3)
 
-    async def work():
-        env, calls = proven()
-        assert await calls.run(env.step, "", 10.0)
-        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
-        for action, error in ((fails, ValueError), (exits, TaskError)):
-            with pytest.raises(error):
-                await calls.run(env.step, action, 10.0)
-        assert await calls.run(env.step, lambda: asyncio.run(asyncio.sleep(0)), 10.0)  # a loop of its own
-        assert asyncio.get_running_loop() is not None
-
-    run(work)
+    env, calls = proven()
+    assert await calls.run(env.step, "", 10.0)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+    for action, error in ((fails, ValueError), (exits, TaskError)):
+        with pytest.raises(error):
+            await calls.run(env.step, action, 10.0)
+    assert await calls.run(env.step, lambda: asyncio.run(asyncio.sleep(0)), 10.0)  # a loop of its own
+    assert asyncio.get_running_loop() is not None
 
 
-def test_inline_calls_count_against_the_number_of_threads():
-    async def work():
-        env, inline = Probe(), InlineCalls()
-        for _ in range(NUM_QUICK):
-            inline.note(env.step, 1e-5)
-        calls, gate = EnvExecutor(1, inline), threading.Event()
-        other = asyncio.create_task(calls.run(lambda _: gate.wait(30), None, 60.0))
-        await asyncio.sleep(0)
-        waiting = asyncio.create_task(calls.run(env.step, "", 60.0))
-        await asyncio.sleep(0)
-        assert not waiting.done()  # it would overlap
-        gate.set()
-        assert await other and not await waiting
-
-    run(work)
+async def test_inline_calls_count_against_the_number_of_threads():
+    env, inline = Probe(), InlineCalls()
+    for _ in range(NUM_QUICK):
+        inline.note(env.step, 1e-5)
+    calls, gate = EnvExecutor(1, inline), threading.Event()
+    other = asyncio.create_task(calls.run(lambda _: gate.wait(30), None, 60.0))
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(calls.run(env.step, "", 60.0))
+    await asyncio.sleep(0)
+    assert not waiting.done()  # it would overlap
+    gate.set()
+    assert await other and not await waiting
 
 
 def test_what_no_signal_interrupts_ends_the_process():

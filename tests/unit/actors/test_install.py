@@ -1,7 +1,5 @@
 """Versions on their way to an engine: none waits without limit, whatever the learner, the transport or engine does."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading
@@ -21,11 +19,10 @@ from streamrl.messages import Manifest, ReturnReason, Sampling, VersionRef
 from streamrl.transport.session import LinkClosed
 from streamrl.weights.document import Document, Superseded
 from tests.fakes.scripted_engine import ScriptedEngine
-from tests.unit.actors.fakes import DEADLINE_S, JumpingLoop, Weights, actor, always, jump, lease, run, says, until
+from tests.kit.loops import DEADLINE_S, jump, jumping, run, until
+from tests.unit.actors.fakes import Weights, actor, always, lease, says
 from tests.unit.actors.test_probe import ProbedWeights
 from tests.unit.actors.test_worker import tiny_engine
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def ref(version: int) -> VersionRef:
@@ -75,91 +72,80 @@ class Line:
         return self._documents[number].fetch(manifest, offers, layout)
 
 
-def test_after_an_abandoned_fetch_the_next_one_ends_and_the_newest_of_the_others_follows():
-    async def work():
-        line, engine = Line(), ScriptedEngine(says("ok"))
-        installer = Installer(engine, line)
-        first = await line.announced(installer, 1)
-        await line.begins(1)
-        second = await line.announced(installer, 2)
-        await line.begins(2)
-        assert await first is None and line.abandoned == [1]
-        others = [await line.announced(installer, number) for number in (3, 4, 5)]
-        assert line.begun == [1, 2] and not line.cancelled[2].is_set(), "2 is left to end, and nothing competes with it"
-        line.lets(2)
-        assert (await second).ok and engine.installed == ref(2)
-        await line.begins(5)
-        line.lets(5)
-        assert [report and report.ok for report in await asyncio.gather(*others)] == [None, None, True]
-        assert engine.installs == [ref(2), ref(5)] and line.begun == [1, 2, 5]
-        installer.close()
-
-    run(work)
+async def test_after_an_abandoned_fetch_the_next_one_ends_and_the_newest_of_the_others_follows():
+    line, engine = Line(), ScriptedEngine(says("ok"))
+    installer = Installer(engine, line)
+    first = await line.announced(installer, 1)
+    await line.begins(1)
+    second = await line.announced(installer, 2)
+    await line.begins(2)
+    assert await first is None and line.abandoned == [1]
+    others = [await line.announced(installer, number) for number in (3, 4, 5)]
+    assert line.begun == [1, 2] and not line.cancelled[2].is_set(), "2 is left to end, and nothing competes with it"
+    line.lets(2)
+    assert (await second).ok and engine.installed == ref(2)
+    await line.begins(5)
+    line.lets(5)
+    assert [report and report.ok for report in await asyncio.gather(*others)] == [None, None, True]
+    assert engine.installs == [ref(2), ref(5)] and line.begun == [1, 2, 5]
+    installer.close()
 
 
-def test_a_learner_that_publishes_during_every_fetch_still_has_every_second_one_installed():
-    async def work():
-        line, engine = Line(), ScriptedEngine(says("ok"))
-        installer = Installer(engine, line)
-        tasks = [await line.announced(installer, 1)]
-        await line.begins(1)
-        for number in range(2, 12):
-            tasks.append(await line.announced(installer, number))
-            if number % 2:
-                line.lets(number - 1)
-            await line.begins(number)
-        await until(lambda: len(engine.installs) == 5)
-        assert engine.installs == [ref(number) for number in (2, 4, 6, 8, 10)]
-        assert line.abandoned == [1, 3, 5, 7, 9]
-        installer.close()
-        await asyncio.gather(*tasks)
-
-    run(work)
+async def test_a_learner_that_publishes_during_every_fetch_still_has_every_second_one_installed():
+    line, engine = Line(), ScriptedEngine(says("ok"))
+    installer = Installer(engine, line)
+    tasks = [await line.announced(installer, 1)]
+    await line.begins(1)
+    for number in range(2, 12):
+        tasks.append(await line.announced(installer, number))
+        if number % 2:
+            line.lets(number - 1)
+        await line.begins(number)
+    await until(lambda: len(engine.installs) == 5)
+    assert engine.installs == [ref(number) for number in (2, 4, 6, 8, 10)]
+    assert line.abandoned == [1, 3, 5, 7, 9]
+    installer.close()
+    await asyncio.gather(*tasks)
 
 
-def test_a_fetch_that_failed_by_itself_has_had_its_chance():
-    async def work():
-        line, engine = Line(), ScriptedEngine(says("ok"))
-        installer = Installer(engine, line)
-        await line.announced(installer, 1)
-        await line.begins(1)
-        broken = await line.announced(installer, 2)
-        await line.begins(2)
-        line.lets(2, fail=True)
-        assert not (await broken).ok
-        await line.announced(installer, 3)
-        await line.begins(3)
-        newest = await line.announced(installer, 4)
-        await line.begins(4)
-        await until(lambda: line.abandoned == [1, 3])  # 3 made room for it; its thread notices a moment later
-        line.lets(4)
-        assert (await newest).ok
-        installer.close()
-
-    run(work)
+async def test_a_fetch_that_failed_by_itself_has_had_its_chance():
+    line, engine = Line(), ScriptedEngine(says("ok"))
+    installer = Installer(engine, line)
+    await line.announced(installer, 1)
+    await line.begins(1)
+    broken = await line.announced(installer, 2)
+    await line.begins(2)
+    line.lets(2, fail=True)
+    assert not (await broken).ok
+    await line.announced(installer, 3)
+    await line.begins(3)
+    newest = await line.announced(installer, 4)
+    await line.begins(4)
+    await until(lambda: line.abandoned == [1, 3])  # 3 made room for it; its thread notices a moment later
+    line.lets(4)
+    assert (await newest).ok
+    installer.close()
 
 
-def test_a_fetch_that_hangs_beyond_its_deadline_keeps_no_newer_version_waiting():
-    async def work():
-        line, engine = Line(), ScriptedEngine(says("ok"))
-        installer = Installer(engine, line, fetch_deadline_s=120.0)
-        await line.announced(installer, 1)
-        await line.begins(1)
-        await line.announced(installer, 2)
-        await line.begins(2)
-        line.deaf.add(2)
-        await line.announced(installer, 3)
-        await jump(100.0)
-        newest = await line.announced(installer, 4)
-        assert line.begun == [1, 2]
-        await jump(31.0)  # 3 has waited for long enough, and lets 4 go first
-        await line.begins(4)
-        line.lets(4)
-        assert (await newest).ok and engine.installs == [ref(4)]
-        line.lets(2)
-        installer.close()
-
-    run(work, loop_factory=JumpingLoop)
+@jumping
+async def test_a_fetch_that_hangs_beyond_its_deadline_keeps_no_newer_version_waiting():
+    line, engine = Line(), ScriptedEngine(says("ok"))
+    installer = Installer(engine, line, fetch_deadline_s=120.0)
+    await line.announced(installer, 1)
+    await line.begins(1)
+    await line.announced(installer, 2)
+    await line.begins(2)
+    line.deaf.add(2)
+    await line.announced(installer, 3)
+    await jump(100.0)
+    newest = await line.announced(installer, 4)
+    assert line.begun == [1, 2]
+    await jump(31.0)  # 3 has waited for long enough, and lets 4 go first
+    await line.begins(4)
+    line.lets(4)
+    assert (await newest).ok and engine.installs == [ref(4)]
+    line.lets(2)
+    installer.close()
 
 
 # --- an engine that hangs, and one that is only busy ------------------------------------------------------------------
@@ -181,68 +167,63 @@ class Held(ScriptedEngine):
 
 
 @pytest.mark.parametrize("sign", ["steps", "blocked"])
-def test_an_install_may_wait_for_as_long_as_the_engine_shows_why(sign):
-    async def work():
-        line, engine = Line(), Held()
-        installer = Installer(engine, line, install_deadline_s=120.0)
-        line.lets(1)
-        install = await line.announced(installer, 1)
-        await until(lambda: installer.state is InstallState.INSTALLING)
-        await jump(0.0)  # the clock runs
-        for _ in range(10):
-            setattr(engine, sign, getattr(engine, sign) + 1)
-            await jump(100.0)
-        assert not install.done()
-        engine.go.set()
-        assert (await install).ok
-        installer.close()
-
-    run(work, loop_factory=JumpingLoop)
-
-
-def test_an_engine_that_falls_silent_while_it_is_to_install_is_hung():
-    async def work():
-        line, engine = Line(), Held()
-        installer = Installer(engine, line, install_deadline_s=120.0)
-        line.lets(1)
-        install = await line.announced(installer, 1)
-        await until(lambda: installer.state is InstallState.INSTALLING)
-        await jump(0.0)  # the clock runs
-        engine.steps += 1
+@jumping
+async def test_an_install_may_wait_for_as_long_as_the_engine_shows_why(sign):
+    line, engine = Line(), Held()
+    installer = Installer(engine, line, install_deadline_s=120.0)
+    line.lets(1)
+    install = await line.announced(installer, 1)
+    await until(lambda: installer.state is InstallState.INSTALLING)
+    await jump(0.0)  # the clock runs
+    for _ in range(10):
+        setattr(engine, sign, getattr(engine, sign) + 1)
         await jump(100.0)
-        await jump(100.0)
-        assert not install.done(), "100 s after its last step"
-        await jump(50.0)
-        with pytest.raises(EngineError, match="did not install version 1:1 and made no progress for 120 s"):
-            await install
-        assert engine.installs == [], "nor is anything loaded in its place"
-        installer.close()
-
-    run(work, loop_factory=JumpingLoop)
+    assert not install.done()
+    engine.go.set()
+    assert (await install).ok
+    installer.close()
 
 
-def test_a_large_document_may_be_copied_for_longer_before_its_engine_is_hung(monkeypatch):
+@jumping
+async def test_an_engine_that_falls_silent_while_it_is_to_install_is_hung():
+    line, engine = Line(), Held()
+    installer = Installer(engine, line, install_deadline_s=120.0)
+    line.lets(1)
+    install = await line.announced(installer, 1)
+    await until(lambda: installer.state is InstallState.INSTALLING)
+    await jump(0.0)  # the clock runs
+    engine.steps += 1
+    await jump(100.0)
+    await jump(100.0)
+    assert not install.done(), "100 s after its last step"
+    await jump(50.0)
+    with pytest.raises(EngineError, match="did not install version 1:1 and made no progress for 120 s"):
+        await install
+    assert engine.installs == [], "nor is anything loaded in its place"
+    installer.close()
+
+
+@jumping
+async def test_a_large_document_may_be_copied_for_longer_before_its_engine_is_hung(monkeypatch):
     """70B are 141 GB: a minute to stage and load them alone, without one counter of vLLM's that moves."""
     monkeypatch.setattr(Document, "nbytes", 141 * 10**9)
 
-    async def work():
-        line, engine = Line(), Held()
-        installer = Installer(engine, line, install_deadline_s=120.0)
-        line.lets(1)
-        install = await line.announced(installer, 1)
-        await until(lambda: installer.state is InstallState.INSTALLING)
-        await jump(0.0)
-        await jump(1400.0)
-        assert not install.done()
-        await jump(140.0)
-        with pytest.raises(EngineError, match="made no progress for 1530 s"):
-            await install
-        installer.close()
-
-    run(work, loop_factory=JumpingLoop)
+    line, engine = Line(), Held()
+    installer = Installer(engine, line, install_deadline_s=120.0)
+    line.lets(1)
+    install = await line.announced(installer, 1)
+    await until(lambda: installer.state is InstallState.INSTALLING)
+    await jump(0.0)
+    await jump(1400.0)
+    assert not install.done()
+    await jump(140.0)
+    with pytest.raises(EngineError, match="made no progress for 1530 s"):
+        await install
+    installer.close()
 
 
-def test_with_finish_an_install_waits_for_sequences_that_take_longer_than_its_deadline():
+@jumping
+async def test_with_finish_an_install_waits_for_sequences_that_take_longer_than_its_deadline():
     class Metronome:
         """A tokenizer that holds the engine's thread in every step until the test lets it take one more."""
 
@@ -252,32 +233,29 @@ def test_with_finish_an_install_waits_for_sequences_that_take_longer_than_its_de
             assert self.permits.acquire(timeout=DEADLINE_S)
             return "x" * len(ids)
 
-    async def work():
-        plain, model = tiny_engine()
-        await plain.close()  # only its model is wanted
-        metronome, weights = Metronome(), Weights(model)
-        engine = NativeEngine(model, metronome, max_num_seqs=1, max_tokens=64, num_threads=1, install_policy="drain")
-        installer = Installer(engine, weights.fetch)
-        assert (await installer.install(weights.manifest(ref(1)), (), weights.layout)).ok
-        weights.body[0] ^= 1
-        request = GenerateRequest([5, 6, 7], Sampling(), 8, seed=0, stop=("never",), ignore_eos=True)
-        running = asyncio.ensure_future(engine.generate(request))
-        await until(lambda: engine.stats().running == 1)
-        install = asyncio.ensure_future(installer.install(weights.manifest(ref(2)), (), weights.layout))
-        await until(lambda: len(engine._swaps) == 1)
-        await jump(0.0)  # the clock runs
-        for _ in range(7):
-            before = engine.stats().steps_total
-            metronome.permits.release()
-            await until(lambda before=before: engine.stats().steps_total > before)
-            await jump(100.0)
-        assert not install.done()
+    plain, model = tiny_engine()
+    await plain.close()  # only its model is wanted
+    metronome, weights = Metronome(), Weights(model)
+    engine = NativeEngine(model, metronome, max_num_seqs=1, max_tokens=64, num_threads=1, install_policy="drain")
+    installer = Installer(engine, weights.fetch)
+    assert (await installer.install(weights.manifest(ref(1)), (), weights.layout)).ok
+    weights.body[0] ^= 1
+    request = GenerateRequest([5, 6, 7], Sampling(), 8, seed=0, stop=("never",), ignore_eos=True)
+    running = asyncio.ensure_future(engine.generate(request))
+    await until(lambda: engine.stats().running == 1)
+    install = asyncio.ensure_future(installer.install(weights.manifest(ref(2)), (), weights.layout))
+    await until(lambda: len(engine._swaps) == 1)
+    await jump(0.0)  # the clock runs
+    for _ in range(7):
+        before = engine.stats().steps_total
         metronome.permits.release()
-        assert (await install).ok and [span.ref for span in (await running).spans] == [ref(1)]
-        await engine.close()
-        installer.close()
-
-    run(work, loop_factory=JumpingLoop)
+        await until(lambda before=before: engine.stats().steps_total > before)
+        await jump(100.0)
+    assert not install.done()
+    metronome.permits.release()
+    assert (await install).ok and [span.ref for span in (await running).spans] == [ref(1)]
+    await engine.close()
+    installer.close()
 
 
 def test_an_engine_that_hangs_while_it_is_probed_keeps_no_later_install_waiting():
@@ -332,20 +310,17 @@ def test_a_worker_whose_engine_hangs_hands_its_leases_back_and_ends_with_its_exi
         hold.set()
 
 
-def test_a_process_is_not_renewed_over_an_engine_that_does_not_close(monkeypatch):
+async def test_a_process_is_not_renewed_over_an_engine_that_does_not_close(monkeypatch):
     monkeypatch.setattr(runtime, "CLOSE_DEADLINE_S", 0.05)
 
     class Clings(ScriptedEngine):
         async def close(self):
             await asyncio.Event().wait()
 
-    async def work():
-        async with actor(Clings(says("ok")), always()) as one:
-            one.client.events.put_nowait(LinkClosed(6, "another run"))
-            gone = await one.life
-            assert gone.exit_code == EXIT_ENGINE_HUNG and "another run" in gone.detail and one.client.closed
-
-    run(work)
+    async with actor(Clings(says("ok")), always()) as one:
+        one.client.events.put_nowait(LinkClosed(6, "another run"))
+        gone = await one.life
+        assert gone.exit_code == EXIT_ENGINE_HUNG and "another run" in gone.detail and one.client.closed
 
 
 def test_a_thread_that_hangs_does_not_hold_the_process_up(monkeypatch):

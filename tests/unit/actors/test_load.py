@@ -1,7 +1,5 @@
 """Where an actor's time goes: idle, starved, in environments, and how long their steps take."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import ExitStack
 
@@ -12,7 +10,8 @@ from actors.rollout import run_group
 from actors.runtime import ActorRuntime
 from streamrl.environment import Step
 from tests.fakes.scripted_engine import ScriptedEngine
-from tests.unit.actors.fakes import TableTask, always, installed_engine, lease, make_runner, run
+from tests.kit.loops import run
+from tests.unit.actors.fakes import TableTask, always, installed_engine, lease, make_runner
 
 
 class Clock:
@@ -97,15 +96,12 @@ def test_the_percentile_is_of_recent_steps_alone():
     assert load.numbers()["env_step_p95_s"] == 2.0
 
 
-def test_an_episode_fills_the_meter_from_its_engine_and_its_environment():
-    async def work():
-        runner = make_runner(always(reward=1.0), await installed_engine())
-        before = runner.load.numbers()
-        await run_group(lease(), runner)
-        after = runner.load.numbers()
-        assert before["generation_s"] == before["environment_s"] == before["env_step_p95_s"] == 0.0
-        assert after["generation_s"] > 0.0 and after["environment_s"] > after["env_step_p95_s"] > 0.0
-        await asyncio.sleep(0)
-        assert runner.load.numbers()["generation_s"] == after["generation_s"]
-
-    run(work)
+async def test_an_episode_fills_the_meter_from_its_engine_and_its_environment():
+    runner = make_runner(always(reward=1.0), await installed_engine())
+    before = runner.load.numbers()
+    await run_group(lease(), runner)
+    after = runner.load.numbers()
+    assert before["generation_s"] == before["environment_s"] == before["env_step_p95_s"] == 0.0
+    assert after["generation_s"] > 0.0 and after["environment_s"] > after["env_step_p95_s"] > 0.0
+    await asyncio.sleep(0)
+    assert runner.load.numbers()["generation_s"] == after["generation_s"]

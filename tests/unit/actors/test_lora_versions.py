@@ -1,7 +1,5 @@
 """A version of a run that trains an adapter: its base with the factors, as the exported model has them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

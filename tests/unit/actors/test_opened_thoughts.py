@@ -1,7 +1,5 @@
 """Chat templates that end the prompt with <think>: the model's text holds no opening, and is paid as if it did."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -11,7 +9,8 @@ from actors.rollout import run_group
 from envs.registry import task_of
 from streamrl.config.load import load_config
 from streamrl.messages import Purpose
-from tests.unit.actors.fakes import installed_engine, lease, make_runner, run
+from tests.kit.loops import run
+from tests.unit.actors.fakes import installed_engine, lease, make_runner
 from tests.unit.actors.test_rewritten_history import TEMPLATE, replies, tokenizer
 
 OPENING = TEMPLATE.replace("<start>a:", "<start>a:<think>\n")

@@ -1,7 +1,5 @@
 """An engine whose weights are not what they should be is found; a good one never is."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -15,10 +13,10 @@ from actors.weights.updater import WeightUpdater
 from streamrl.messages import Installed, Probe
 from streamrl.messages.codec import pack_ids, pack_logprobs
 from tests.fakes.scripted_engine import ScriptedEngine
-from tests.unit.actors.fakes import V1, V2, V3, Weights, actor, always, lease, run, says, until
+from tests.kit.loops import until
+from tests.unit.actors.fakes import V1, V2, V3, Weights, actor, always, lease, says
 from tests.unit.actors.test_worker import tiny_engine
 
-pytestmark = pytest.mark.timeout(60)
 IDS, START = [5, 9, 17, 33, 60, 2, 7, 41], 2
 
 
@@ -62,116 +60,98 @@ async def installed(engine, weights: Weights) -> tuple[Installer, Installed]:
     return installer, report
 
 
-def test_a_good_engine_passes_at_every_version_and_every_look():
-    async def work():
-        engine, model = tiny_engine()
-        weights = ProbedWeights(model)
-        installer, report = await installed(engine, weights)
-        reports = [report]
-        for ref in (V2, V3):
-            reports += [await installer.install(weights.manifest(ref), (), weights.layout), await installer.check()]
-        assert all(one.probe.failed == "" and one.probe.mean < 1e-5 for one in reports)
-        await engine.close()
-
-    run(work)
+async def test_a_good_engine_passes_at_every_version_and_every_look():
+    engine, model = tiny_engine()
+    weights = ProbedWeights(model)
+    installer, report = await installed(engine, weights)
+    reports = [report]
+    for ref in (V2, V3):
+        reports += [await installer.install(weights.manifest(ref), (), weights.layout), await installer.check()]
+    assert all(one.probe.failed == "" and one.probe.mean < 1e-5 for one in reports)
+    await engine.close()
 
 
-def test_one_flipped_bit_in_memory_is_found_with_its_bucket_and_healed_by_loading_the_document_again():
-    async def work():
-        engine, model = tiny_engine()
-        weights = ProbedWeights(model, tolerance=100.0)  # the log-probs alone would not tell
-        installer, _ = await installed(engine, weights)
-        flip(engine, "lm_head.weight", 7)
-        sent: list[Installed] = []
-        updater = WeightUpdater(installer, report=sent.append, broken=pytest.fail)
+async def test_one_flipped_bit_in_memory_is_found_with_its_bucket_and_healed_by_loading_the_document_again():
+    engine, model = tiny_engine()
+    weights = ProbedWeights(model, tolerance=100.0)  # the log-probs alone would not tell
+    installer, _ = await installed(engine, weights)
+    flip(engine, "lm_head.weight", 7)
+    sent: list[Installed] = []
+    updater = WeightUpdater(installer, report=sent.append, broken=pytest.fail)
 
-        await updater.check()
+    await updater.check()
 
-        assert [bool(one.probe.failed) for one in sent] == [True, False] and {one.target for one in sent} == {V1}
-        offset = 0
-        for spec in weights.layout.tensors:
-            if spec.name == "lm_head.weight":
-                break
-            offset += 4 * math.prod(spec.shape)
-        bucket = (offset + 4 * 7) // 1000
-        assert f"bucket {bucket} of {len(weights.layout.bucket_bytes)}" in sent[0].probe.failed
-        assert "lm_head.weight differs from element 7 on" in sent[0].probe.failed
-        assert (await installer.check()).probe.failed == ""
-        await engine.close()
-
-    run(work)
+    assert [bool(one.probe.failed) for one in sent] == [True, False] and {one.target for one in sent} == {V1}
+    offset = 0
+    for spec in weights.layout.tensors:
+        if spec.name == "lm_head.weight":
+            break
+        offset += 4 * math.prod(spec.shape)
+    bucket = (offset + 4 * 7) // 1000
+    assert f"bucket {bucket} of {len(weights.layout.bucket_bytes)}" in sent[0].probe.failed
+    assert "lm_head.weight differs from element 7 on" in sent[0].probe.failed
+    assert (await installer.check()).probe.failed == ""
+    await engine.close()
 
 
-def test_an_engine_that_computes_something_else_is_found_by_its_log_probs_though_its_tensors_are_right():
-    async def work():
-        engine, model = tiny_engine()
-        weights = ProbedWeights(model)
-        installer, report = await installed(engine, weights)
-        assert report.probe.failed == ""
-        hook = model.model.norm.register_forward_hook(lambda module, args, out: -out)
-        wrong = await installer.check()
-        assert "log-probs" in wrong.probe.failed and "bucket" not in wrong.probe.failed and wrong.probe.mean > 0.01
-        assert (await installer.check(reload=True)).probe.failed, "loading again cannot help"
-        hook.remove()
-        assert (await installer.check()).probe.failed == ""
-        await engine.close()
-
-    run(work)
+async def test_an_engine_that_computes_something_else_is_found_by_its_log_probs_though_its_tensors_are_right():
+    engine, model = tiny_engine()
+    weights = ProbedWeights(model)
+    installer, report = await installed(engine, weights)
+    assert report.probe.failed == ""
+    hook = model.model.norm.register_forward_hook(lambda module, args, out: -out)
+    wrong = await installer.check()
+    assert "log-probs" in wrong.probe.failed and "bucket" not in wrong.probe.failed and wrong.probe.mean > 0.01
+    assert (await installer.check(reload=True)).probe.failed, "loading again cannot help"
+    hook.remove()
+    assert (await installer.check()).probe.failed == ""
+    await engine.close()
 
 
-def test_an_engine_that_loads_wrongly_is_reported_twice_and_then_waits_for_a_version_that_passes():
-    async def work():
-        engine, model = tiny_engine()
-        weights = ProbedWeights(model)
-        right = engine._weights.stage
+async def test_an_engine_that_loads_wrongly_is_reported_twice_and_then_waits_for_a_version_that_passes():
+    engine, model = tiny_engine()
+    weights = ProbedWeights(model)
+    right = engine._weights.stage
 
-        def wrong(tensors):
-            staged = right(tensors)
-            staged["model.norm.weight"][0] += 1.0
-            return staged
+    def wrong(tensors):
+        staged = right(tensors)
+        staged["model.norm.weight"][0] += 1.0
+        return staged
 
-        engine._weights.stage = wrong
-        sent: list[Installed] = []
-        updater = WeightUpdater(Installer(engine, weights.fetch), report=sent.append, broken=pytest.fail)
-        await updater.install(weights.manifest(V1), (), weights.layout)
-        assert [(one.ok, bool(one.probe.failed)) for one in sent] == [(True, True), (True, True)]
-        engine._weights.stage = right
-        weights.body[0] ^= 1  # other weights, so that they are loaded
-        await updater.install(msgspec.structs.replace(weights.manifest(V2), probe=None), (), weights.layout)
-        assert sent[-1].target == V2 and sent[-1].probe is None, "not a version with a probe"
-        await engine.close()
-
-    run(work)
+    engine._weights.stage = wrong
+    sent: list[Installed] = []
+    updater = WeightUpdater(Installer(engine, weights.fetch), report=sent.append, broken=pytest.fail)
+    await updater.install(weights.manifest(V1), (), weights.layout)
+    assert [(one.ok, bool(one.probe.failed)) for one in sent] == [(True, True), (True, True)]
+    engine._weights.stage = right
+    weights.body[0] ^= 1  # other weights, so that they are loaded
+    await updater.install(msgspec.structs.replace(weights.manifest(V2), probe=None), (), weights.layout)
+    assert sent[-1].target == V2 and sent[-1].probe is None, "not a version with a probe"
+    await engine.close()
 
 
-def test_a_worker_tells_its_hub_of_every_probe_and_works_on():
-    async def work():
-        engine, model = tiny_engine()
-        async with actor(engine, always(), weights=ProbedWeights(model), ignore_eos=True) as one:
-            one.client.grants(lease(1))
-            await one.finished(1)
-            assert one.client.reports[-1].probe.failed == "" and one.client.reports[-1].probe.mean < 1e-5
-            flip(engine)
-            await one.worker._updater.check()
-            await until(lambda: len(one.client.reports) == 3)
-            assert [bool(r.probe.failed) for r in one.client.reports] == [False, True, False]
-
-    run(work)
+async def test_a_worker_tells_its_hub_of_every_probe_and_works_on():
+    engine, model = tiny_engine()
+    async with actor(engine, always(), weights=ProbedWeights(model), ignore_eos=True) as one:
+        one.client.grants(lease(1))
+        await one.finished(1)
+        assert one.client.reports[-1].probe.failed == "" and one.client.reports[-1].probe.mean < 1e-5
+        flip(engine)
+        await one.worker._updater.check()
+        await until(lambda: len(one.client.reports) == 3)
+        assert [bool(r.probe.failed) for r in one.client.reports] == [False, True, False]
 
 
-def test_an_engine_that_can_do_neither_says_so_and_is_believed(caplog):
+async def test_an_engine_that_can_do_neither_says_so_and_is_believed(caplog):
     caplog.set_level("INFO")
 
-    async def work():
-        weights = Weights()
-        probe = Probe(pack_ids(IDS), START, 1.0, pack_logprobs([-1.0] * 6), 0.01)
-        manifest = msgspec.structs.replace(weights.manifest(V1), probe=probe)
-        installer = Installer(ScriptedEngine(says("ok")), weights.fetch)
-        report = await installer.install(manifest, (), weights.layout)
-        assert report.ok and report.probe is None
-        assert "the scripted engine cannot score tokens" in caplog.text
-
-    run(work)
+    weights = Weights()
+    probe = Probe(pack_ids(IDS), START, 1.0, pack_logprobs([-1.0] * 6), 0.01)
+    manifest = msgspec.structs.replace(weights.manifest(V1), probe=probe)
+    installer = Installer(ScriptedEngine(says("ok")), weights.fetch)
+    report = await installer.install(manifest, (), weights.layout)
+    assert report.ok and report.probe is None
+    assert "the scripted engine cannot score tokens" in caplog.text
 
 
 def test_numbers_that_are_missing_or_not_finite_are_infinitely_far_off():
@@ -182,22 +162,19 @@ def test_numbers_that_are_missing_or_not_finite_are_infinitely_far_off():
         assert compare(scored, probe) == (math.inf, math.inf)
 
 
-def test_a_half_precision_engine_is_compared_in_its_own_type():
-    async def work():
-        engine, model = tiny_engine()
-        weights = ProbedWeights(model)
-        installer, _ = await installed(engine, weights)
-        live = {name: tensor.detach().bfloat16() for name, tensor in engine.live_tensors().items()}
+async def test_a_half_precision_engine_is_compared_in_its_own_type():
+    engine, model = tiny_engine()
+    weights = ProbedWeights(model)
+    installer, _ = await installed(engine, weights)
+    live = {name: tensor.detach().bfloat16() for name, tensor in engine.live_tensors().items()}
 
-        class Half:
-            name = "half"
+    class Half:
+        name = "half"
 
-            def live_tensors(self):
-                return live
+        def live_tensors(self):
+            return live
 
-        assert (await probe_engine(Half(), installer.document)).failed == ""
-        live["lm_head.weight"][0, 0] += 1
-        assert "lm_head.weight differs from element 0 on" in (await probe_engine(Half(), installer.document)).failed
-        await engine.close()
-
-    run(work)
+    assert (await probe_engine(Half(), installer.document)).failed == ""
+    live["lm_head.weight"][0, 0] += 1
+    assert "lm_head.weight differs from element 0 on" in (await probe_engine(Half(), installer.document)).failed
+    await engine.close()

@@ -1,7 +1,5 @@
 """Recorded answers are played again: equal rewards, other ones, and those that cannot be checked."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -11,7 +9,8 @@ from streamrl.environment import SingleTurnTask
 from streamrl.messages import Group
 from streamrl.messages.codec import encode
 from streamrl.stream.records import GroupArrived
-from tests.unit.actors.fakes import make_runner, run
+from tests.kit.loops import run
+from tests.unit.actors.fakes import make_runner
 from tests.unit.actors.test_group_step import group_of, played
 
 LENGTHS = "def reward(prompts, completions, **kwargs):\n    return [{}] * len(completions)\n"

@@ -1,7 +1,5 @@
 """Requests of every sort: what is illegal is the request's fault by name, and never another client's problem."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -33,7 +31,7 @@ from streamrl.errors import RequestError
 from streamrl.messages import MemberStatus, ReturnReason
 from tests.fakes.drawn_requests import ILLEGAL, ROUTES, draw_body
 from tests.unit.actors.fakes import TOKENIZER as PLAIN
-from tests.unit.actors.fakes import TableTask, installed_engine, lease, make_runner, run, says, tokenizer
+from tests.unit.actors.fakes import TableTask, installed_engine, lease, make_runner, says, tokenizer
 from tests.unit.actors.test_agent_forms import CALL, SCHEMA
 from tests.unit.actors.test_agents import AgentLoop, ask, play
 from tests.unit.actors.test_rewritten_history import TOKENIZER, sequences
@@ -63,12 +61,11 @@ async def serving(engine, *, max_tokens=200, key="sk-mine", renderer=None, **hea
         await runner.cleanup()
 
 
-def with_server(work, engine=None, **options):
-    async def whole():
-        async with serving(engine or await installed_engine(says("ok")), **options) as (asks, session):
-            await work(asks, session)
-
-    run(whole)
+@asynccontextmanager
+async def server(**options):
+    """A client and a session of a server whose engine says "ok"."""
+    async with serving(await installed_engine(says("ok")), **options) as both:
+        yield both
 
 
 # --- the tables ------------------------------------------------------------------------------------------------------
@@ -189,19 +186,16 @@ def test_no_request_of_an_agent_costs_its_lease():
     asyncio.run(work())
 
 
-def test_a_request_that_no_engine_can_serve_fails_its_episode_and_not_the_lease():
+async def test_a_request_that_no_engine_can_serve_fails_its_episode_and_not_the_lease():
     async def refuse(request):
         raise RequestError("a prompt token lies outside the vocabulary of 3")
 
-    async def work():
-        engine = await installed_engine(says("ok"))
-        engine.generate = refuse
-        runner = make_runner(TableTask(lambda action: Step(1.0)), engine)
-        group = await run_group(lease(), runner)
-        assert group.reason == ReturnReason.ENV_ERROR and "outside the vocabulary" in group.detail
-        await runner.close()
-
-    run(work)
+    engine = await installed_engine(says("ok"))
+    engine.generate = refuse
+    runner = make_runner(TableTask(lambda action: Step(1.0)), engine)
+    group = await run_group(lease(), runner)
+    assert group.reason == ReturnReason.ENV_ERROR and "outside the vocabulary" in group.detail
+    await runner.close()
 
 
 def test_counting_a_prompt_that_is_too_long_does_not_cut_the_episode():
@@ -220,15 +214,12 @@ def test_counting_a_prompt_that_is_too_long_does_not_cut_the_episode():
     ("/v1/messages", {"stop_sequences": [""]}), ("/v1/chat/completions", {"temperature": 1e-320}),
     ("/inference/v1/generate", {"sampling_params": {"stop": "", "temperature": 0.001, "top_p": 1e-320}}),
 ])
-def test_empty_stops_and_the_lowest_temperatures_are_served(path, more):
-    async def work():
-        async with engine_for(qwen3(), PLAIN) as engine, serving(engine) as (asks, _):
-            plain = await asks.post(path, json={**LEAST[path], "max_tokens": 8})
-            answer = await asks.post(path, json={**LEAST[path], "max_tokens": 8, **more})
-            assert (answer.status_code, plain.status_code) == (200, 200), answer.text
-            assert _said(answer) == _said(plain)
-
-    run(work)
+async def test_empty_stops_and_the_lowest_temperatures_are_served(path, more):
+    async with engine_for(qwen3(), PLAIN) as engine, serving(engine) as (asks, _):
+        plain = await asks.post(path, json={**LEAST[path], "max_tokens": 8})
+        answer = await asks.post(path, json={**LEAST[path], "max_tokens": 8, **more})
+        assert (answer.status_code, plain.status_code) == (200, 200), answer.text
+        assert _said(answer) == _said(plain)
 
 
 def _said(answer):
@@ -242,24 +233,20 @@ def _said(answer):
     b'{"a":' * 150_000, b"[" * 60 + b"]" * 60, b"", b"[" * (MAX_INSIDE + 1) + b'"' + rb'\"' * 200_000,
     b'{"messages": "q", "stop": ' + b"[" * 950 + b"]" * 950 + b"}",
 ])
-def test_json_that_cannot_be_read_is_refused_as_json(raw):
-    async def work(asks, session):
+async def test_json_that_cannot_be_read_is_refused_as_json(raw):
+    async with server() as (asks, session):
         for path in (*ROUTES, "/v1/reward"):
             answer = await asks.post(path, content=raw)
             code = 404 if path == "/v1/reward" and not raw else 400
             assert answer.status_code in (400, code) and answer.json()["error"]["message"], answer.text
 
-    with_server(work)
-
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "unknown"])
-def test_a_body_that_is_not_in_its_encoding_is_refused(encoding):
-    async def work(asks, session):
+async def test_a_body_that_is_not_in_its_encoding_is_refused(encoding):
+    async with server() as (asks, session):
         headers = {"Content-Encoding": encoding}
         answer = await asks.post("/v1/chat/completions", content=b"no such bytes", headers=headers)
         assert answer.status_code == 400, answer.text
-
-    with_server(work)
 
 
 def test_brackets_in_a_text_are_no_lists():
@@ -269,12 +256,10 @@ def test_brackets_in_a_text_are_no_lists():
     assert given["messages"][0]["content"] == text
 
 
-def test_fields_that_no_table_has_are_named_in_a_header():
-    async def work(asks, session):
+async def test_fields_that_no_table_has_are_named_in_a_header():
+    async with server() as (asks, session):
         answer = await asks.post("/v1/chat/completions", json={"messages": Q, "x\r\ny": 1, "verbosity": "low"})
         assert answer.status_code == 200 and answer.headers["x-streamrl-ignored"] == "verbosity, x??y"
-
-    with_server(work)
 
 
 # --- size ------------------------------------------------------------------------------------------------------------
@@ -295,10 +280,10 @@ class Holding(Renderer):
         return text
 
 
-def test_a_long_prompt_is_rendered_while_others_are_answered():
+async def test_a_long_prompt_is_rendered_while_others_are_answered():
     renderer = Holding(PLAIN)
 
-    async def work(asks, session):
+    async with server(renderer=renderer, max_tokens=1000) as (asks, session):
         long = asyncio.ensure_future(asks.post("/v1/chat/completions", json={"messages": [
             {"role": "user", "content": "a" * (SMALL + 1)}
         ]}))
@@ -309,15 +294,13 @@ def test_a_long_prompt_is_rendered_while_others_are_answered():
         assert (await long).json()["error"]["code"] == "context_length_exceeded"
         assert all(name.startswith("large-request") for name in renderer.threads)
 
-    with_server(work, renderer=renderer, max_tokens=1000)
-
 
 @pytest.mark.parametrize("body", [
     {"messages": [{"role": "user", "content": "a"}] * 20_000},
     {"messages": [{"role": "user", "content": "a" * 900_000}]},
     {"messages": Q, "tools": [{"function": {"name": "f", "parameters": {"x": ["a" * 90] * 9000}}}]},
 ])
-def test_what_is_too_long_is_refused_before_all_of_it_is_tokenized(body):
+async def test_what_is_too_long_is_refused_before_all_of_it_is_tokenized(body):
     counted = []
 
     class Counting(Renderer):
@@ -325,13 +308,11 @@ def test_what_is_too_long_is_refused_before_all_of_it_is_tokenized(body):
             counted.append(len(text))
             return super().encode(text)
 
-    async def work(asks, session):
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    async with server(renderer=Counting(tokenizer(), chat_template=template), max_tokens=500) as (asks, session):
         answer = await asks.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded", answer.text
         assert sum(counted) <= 2 * SHORT_TOKEN_CHARS * 500
-
-    template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with_server(work, renderer=Counting(tokenizer(), chat_template=template), max_tokens=500)
 
 
 @settings(deadline=None, max_examples=50)
@@ -342,8 +323,8 @@ def test_no_text_that_fits_is_taken_for_too_long(words, limit):
         assert len(renderer.encode(text)) > limit
 
 
-def test_a_body_is_bounded_by_the_tokens_of_the_longest_prompt():
-    async def work(asks, session):
+async def test_a_body_is_bounded_by_the_tokens_of_the_longest_prompt():
+    async with server() as (asks, session):
         limit = access.max_body_bytes(session.client.max_tokens)
         assert limit == access.SMALLEST_LIMIT + access.BYTES_PER_TOKEN * 200 < access.max_body_bytes(100_000)
         assert access.max_body_bytes(1 << 40) == access.MAX_BODY_BYTES
@@ -351,14 +332,12 @@ def test_a_body_is_bounded_by_the_tokens_of_the_longest_prompt():
             answer = await asks.post("/v1/chat/completions", content=b" " * (size - 2) + b"{}")
             assert answer.status_code == status, answer.text
 
-    with_server(work)
-
 
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def test_refused_calls_leave_nothing_and_answers_are_kept_up_to_a_size():
-    async def work(asks, session):
+async def test_refused_calls_leave_nothing_and_answers_are_kept_up_to_a_size():
+    async with server() as (asks, session):
         for _ in range(20):
             long = {"messages": [{"role": "user", "content": "a" * 100_000}]}
             assert (await asks.post("/v1/chat/completions", json=long)).status_code == 400
@@ -367,8 +346,6 @@ def test_refused_calls_leave_nothing_and_answers_are_kept_up_to_a_size():
             await asks.post("/v1/responses", json={"input": "abc" * (number + 1)})
         assert not session.asked and 0 < len(session.answers) <= 30
         assert session.answers.num_bytes <= chat_form.MAX_BYTES and len(session.conversations) == 30
-
-    with_server(work)
 
 
 @settings(max_examples=100)
@@ -392,35 +369,30 @@ def test_what_is_kept_is_the_newest_that_fits(entries):
     ({"Origin": "http://["}, 403), ({"Content-Type": "text/plain"}, 415),
     ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
 ])
-def test_without_a_key_a_page_of_another_site_is_not_answered(headers, status):
-    async def work(asks, session):
+async def test_without_a_key_a_page_of_another_site_is_not_answered(headers, status):
+    async with server(key=None) as (asks, session):
         answer = await asks.post("/v1/chat/completions", content=json.dumps({"messages": Q}), headers=headers)
         assert answer.status_code == status, answer.text
         if status != 415:
             assert (await asks.get("/v1/models", headers=headers)).status_code == status
 
-    with_server(work, key=None)
 
-
-def test_under_a_key_any_host_may_ask():
-    async def work(asks, session):
+async def test_under_a_key_any_host_may_ask():
+    async with server() as (asks, session):
         headers = {"Host": "gateway", "Origin": "https://other", "Content-Type": "text/plain"}
         answer = await asks.post("/v1/chat/completions", content=json.dumps({"messages": Q}), headers=headers)
         assert answer.status_code == 200
 
-    with_server(work)
 
-
-def test_what_is_no_http_is_logged_a_few_times_in_a_line(caplog):
-    async def work(asks, session):
-        for _ in range(40):
-            reader, writer = await asyncio.open_connection(asks.base_url.host, asks.base_url.port)
-            writer.write(b"GET / HTTP/1.1\r\nno header\r\n\r\n")
-            assert b"400" in await reader.read(100)
-            writer.close()
-
+async def test_what_is_no_http_is_logged_a_few_times_in_a_line(caplog):
     with caplog.at_level(logging.WARNING):
-        with_server(work)
+        async with server() as (asks, _):
+            for _ in range(40):
+                reader, writer = await asyncio.open_connection(asks.base_url.host, asks.base_url.port)
+                writer.write(b"GET / HTTP/1.1\r\nno header\r\n\r\n")
+                assert b"400" in await reader.read(100)
+                writer.close()
+
     lines = [one for one in caplog.records if "HTTP failure" in one.getMessage()]
     assert 1 <= len(lines) <= 7 and all(one.exc_info is None for one in lines)
 
@@ -428,16 +400,13 @@ def test_what_is_no_http_is_logged_a_few_times_in_a_line(caplog):
 # --- tokens and calls ------------------------------------------------------------------------------------------------
 
 
-def test_ids_of_a_padded_vocabulary_go_in_again():
-    async def work():
-        engine = await installed_engine(says("ok"))
-        engine.vocab_size = 100
-        async with serving(engine) as (asks, _):
-            for token, status in ((len(PLAIN) + 5, 200), (99, 200), (100, 400)):
-                answer = await asks.post("/inference/v1/generate", json={"token_ids": [3, token]})
-                assert answer.status_code == status, answer.text
-
-    run(work)
+async def test_ids_of_a_padded_vocabulary_go_in_again():
+    engine = await installed_engine(says("ok"))
+    engine.vocab_size = 100
+    async with serving(engine) as (asks, _):
+        for token, status in ((len(PLAIN) + 5, 200), (99, 200), (100, 400)):
+            answer = await asks.post("/inference/v1/generate", json={"token_ids": [3, token]})
+            assert answer.status_code == status, answer.text
 
 
 @pytest.mark.parametrize("back", ["same", "other", "none"])
@@ -487,7 +456,7 @@ def test_a_choice_of_no_tool_calls_none():
     ]
 
 
-def test_defaults_that_frameworks_write_out_are_taken():
+async def test_defaults_that_frameworks_write_out_are_taken():
     body = {
         "n": 1, "response_format": {"type": "text"}, "tool_choice": "none", "logit_bias": {}, "frequency_penalty": 0,
         "presence_penalty": 0.0, "top_logprobs": 0, "logprobs": False, "stop": None, "stream": False, "tools": [],
@@ -496,26 +465,21 @@ def test_defaults_that_frameworks_write_out_are_taken():
         ],
     }
 
-    async def work(asks, session):
+    async with server() as (asks, session):
         one = await asks.post("/v1/chat/completions", json={**body, "return_token_ids": True})
         two = await asks.post("/v1/chat/completions", json={"messages": Q, "return_token_ids": True})
         assert one.status_code == 200, one.text
         assert one.json()["prompt_token_ids"] == two.json()["prompt_token_ids"]
 
-    with_server(work)
 
-
-def test_a_client_of_the_loop_names_what_is_wrong_with_a_call():
-    async def work():
-        async with engine_for(qwen3(), PLAIN) as engine, serving(engine) as (_, session):
-            for options, says_ in (
-                ({"top_k": 2**70}, "top_k"), ({"temperature": "hot"}, "temperature"),
-                ({"temperature": 10**400}, "temperature"), ({"stop": [1]}, "stop"), ({"stop": 5}, "stop"),
-                ({"top_p": float("nan")}, "top_p"), ({"max_new_tokens": 2.0**70}, "max_new_tokens"),
-                ({"min_p": 2}, "min_p"),
-            ):
-                with pytest.raises(RequestError, match=says_):
-                    await session.client.generate("abc", train=False, **options)
-            assert (await session.client.generate("abc", train=False, stop=[""], max_new_tokens=3)).token_ids
-
-    run(work)
+async def test_a_client_of_the_loop_names_what_is_wrong_with_a_call():
+    async with engine_for(qwen3(), PLAIN) as engine, serving(engine) as (_, session):
+        for options, says_ in (
+            ({"top_k": 2**70}, "top_k"), ({"temperature": "hot"}, "temperature"),
+            ({"temperature": 10**400}, "temperature"), ({"stop": [1]}, "stop"), ({"stop": 5}, "stop"),
+            ({"top_p": float("nan")}, "top_p"), ({"max_new_tokens": 2.0**70}, "max_new_tokens"),
+            ({"min_p": 2}, "min_p"),
+        ):
+            with pytest.raises(RequestError, match=says_):
+                await session.client.generate("abc", train=False, **options)
+        assert (await session.client.generate("abc", train=False, stop=[""], max_new_tokens=3)).token_ids

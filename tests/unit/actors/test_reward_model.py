@@ -1,7 +1,5 @@
 """`reward.model.path`: a tiny classifier made here scores in a process of its own, which ends with the task."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

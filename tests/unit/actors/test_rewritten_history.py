@@ -1,7 +1,5 @@
 """Chat templates and environments that rewrite the history: several sequences, each token-exact, in one trajectory."""
 
-from __future__ import annotations
-
 import logging
 from itertools import pairwise
 
@@ -19,7 +17,8 @@ from streamrl.config.load import load_config
 from streamrl.environment import ChatMessage, InputText, Step
 from streamrl.messages import Limits, MemberStatus, Outcome, ReturnReason, Turn
 from streamrl.messages.codec import unpack_ids
-from tests.unit.actors.fakes import TableTask, installed_engine, lease, make_runner, run
+from tests.kit.loops import run
+from tests.unit.actors.fakes import TableTask, installed_engine, lease, make_runner
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,:;!?0123456789ABCDEFGHIJ</>\n_{}\""
 LIMITS = Limits(vocab_size=64, max_prompt_tokens=40, max_new_tokens=400, max_sequences=8)
@@ -126,47 +125,38 @@ def test_a_template_that_strips_thinking_gives_a_sequence_for_each_of_the_users_
     assert line.startswith("The chat template rewrites earlier turns") and "env.history=append" in line
 
 
-def test_turns_that_the_template_repeats_stay_one_sequence():
+async def test_turns_that_the_template_repeats_stay_one_sequence():
     """Answers of tools leave the thinking in place, and so does the text of a user who follows a turn without any."""
-    async def work():
-        task = talk(says("tool", "7"), says("tool", "8"), says("user", "u"), Step(1.0))
-        group, _ = await play(task, "<think>a</think>x<end>", "y", "<think>c</think>z<end>", "w<end>")
-        (member,) = group.members
-        assert sequences(member) == [
-            "<start>u:q<end><start>a:|<think>a</think>x<end><start>t:7<end><start>a:y<end><start>t:8<end><start>a:"
-            "<think>c</think>z<end>",
-            "<start>u:q<end><start>a:x<end><start>t:7<end><start>a:y<end><start>t:8<end><start>a:z<end><start>u:u<end>"
-            "<start>a:|w<end>",
-        ]
-        assert len(member.turns) == 4
-
-    run(work)
+    task = talk(says("tool", "7"), says("tool", "8"), says("user", "u"), Step(1.0))
+    group, _ = await play(task, "<think>a</think>x<end>", "y", "<think>c</think>z<end>", "w<end>")
+    (member,) = group.members
+    assert sequences(member) == [
+        "<start>u:q<end><start>a:|<think>a</think>x<end><start>t:7<end><start>a:y<end><start>t:8<end><start>a:"
+        "<think>c</think>z<end>",
+        "<start>u:q<end><start>a:x<end><start>t:7<end><start>a:y<end><start>t:8<end><start>a:z<end><start>u:u<end>"
+        "<start>a:|w<end>",
+    ]
+    assert len(member.turns) == 4
 
 
 @pytest.mark.shows("env.history")
-def test_env_history_append_keeps_the_thinking_in_one_sequence():
+async def test_env_history_append_keeps_the_thinking_in_one_sequence():
     for word, append in (("auto", False), ("append", True)):
         config = load_config(["experiment=quickstart", f"env.history={word}"])
         assert episode_rules(config, config.rollout.train.sampling).append_history is append
 
-    async def work():
-        task = talk(says("user", "u"), Step(1.0))
-        group, _ = await play(task, "<think>a</think>x<end>", "y<end>", append_history=True)
-        (member,) = group.members
-        assert sequences(member) == [
-            "<start>u:q<end><start>a:|<think>a</think>x<end><start>u:u<end><start>a:y<end>"
-        ]
-
-    run(work)
+    task = talk(says("user", "u"), Step(1.0))
+    group, _ = await play(task, "<think>a</think>x<end>", "y<end>", append_history=True)
+    (member,) = group.members
+    assert sequences(member) == [
+        "<start>u:q<end><start>a:|<think>a</think>x<end><start>u:u<end><start>a:y<end>"
+    ]
 
 
-def test_white_space_that_a_template_trims_is_no_rewriting():
-    async def work():
-        group, _ = await play(talk(says("user", "u"), Step(1.0)), "\n x \n<end>", "y<end>")
-        (member,) = group.members
-        assert sequences(member) == ["<start>u:q<end><start>a:|\n x \n<end><start>u:u<end><start>a:y<end>"]
-
-    run(work)
+async def test_white_space_that_a_template_trims_is_no_rewriting():
+    group, _ = await play(talk(says("user", "u"), Step(1.0)), "\n x \n<end>", "y<end>")
+    (member,) = group.members
+    assert sequences(member) == ["<start>u:q<end><start>a:|\n x \n<end><start>u:u<end><start>a:y<end>"]
 
 
 @pytest.mark.parametrize(
@@ -182,114 +172,87 @@ def test_what_a_text_adds_to_its_beginning(text, beginning, rest):
     assert rest_after(text, beginning) == rest
 
 
-def test_a_template_without_the_models_words_is_followed_or_refused():
+async def test_a_template_without_the_models_words_is_followed_or_refused():
     forgets = Renderer(tokenizer("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}"))
 
-    async def work():
-        group, _ = await play(talk(says("user", "u"), Step(1.0)), "x<end>", "y<end>", renderer=forgets)
-        assert sequences(group.members[0]) == ["q|x<end>", "qu|y<end>"]
-        group, _ = await play(talk(says("user", "u")), "x<end>", renderer=forgets, append_history=True)
-        assert group.reason == ReturnReason.ENV_ERROR and "set env.history=auto" in group.detail
-
-    run(work)
+    group, _ = await play(talk(says("user", "u"), Step(1.0)), "x<end>", "y<end>", renderer=forgets)
+    assert sequences(group.members[0]) == ["q|x<end>", "qu|y<end>"]
+    group, _ = await play(talk(says("user", "u")), "x<end>", renderer=forgets, append_history=True)
+    assert group.reason == ReturnReason.ENV_ERROR and "set env.history=auto" in group.detail
 
 
 # --- an environment that rewrites the context ------------------------------------------------------------------------
 
 
-def test_an_environment_may_give_the_whole_next_input():
-    async def work():
-        own = [ChatMessage("user", "only this")]
-        task = talk(Step(0.5, done=False, context=own), Step(0.0, done=False, context=InputText("raw")), Step(1.0))
-        group, _ = await play(task, "x<end>", "y<end>", "z<end>")
-        (member,) = group.members
-        assert sequences(member) == [
-            "<start>u:q<end><start>a:|x<end>", "<start>u:only this<end><start>a:|y<end>", "raw|z<end>"
-        ]
-        assert member.turns == (Turn(0, 2, 0.5), Turn(2, 4, 0.0), Turn(4, 6, 1.0))
-
-    run(work)
+async def test_an_environment_may_give_the_whole_next_input():
+    own = [ChatMessage("user", "only this")]
+    task = talk(Step(0.5, done=False, context=own), Step(0.0, done=False, context=InputText("raw")), Step(1.0))
+    group, _ = await play(task, "x<end>", "y<end>", "z<end>")
+    (member,) = group.members
+    assert sequences(member) == [
+        "<start>u:q<end><start>a:|x<end>", "<start>u:only this<end><start>a:|y<end>", "raw|z<end>"
+    ]
+    assert member.turns == (Turn(0, 2, 0.5), Turn(2, 4, 0.0), Turn(4, 6, 1.0))
 
 
-def test_a_context_that_begins_with_all_that_was_said_goes_on_in_the_same_sequence():
-    async def work():
-        whole = [ChatMessage("user", "q"), ChatMessage("assistant", "x"), ChatMessage("user", "u")]
-        group, _ = await play(talk(Step(0.0, done=False, context=whole), Step(1.0)), "x<end>", "y<end>")
-        assert sequences(group.members[0]) == ["<start>u:q<end><start>a:|x<end><start>u:u<end><start>a:y<end>"]
-
-    run(work)
+async def test_a_context_that_begins_with_all_that_was_said_goes_on_in_the_same_sequence():
+    whole = [ChatMessage("user", "q"), ChatMessage("assistant", "x"), ChatMessage("user", "u")]
+    group, _ = await play(talk(Step(0.0, done=False, context=whole), Step(1.0)), "x<end>", "y<end>")
+    assert sequences(group.members[0]) == ["<start>u:q<end><start>a:|x<end><start>u:u<end><start>a:y<end>"]
 
 
-def test_messages_after_a_context_of_messages_belong_to_its_conversation():
-    async def work():
-        own = [ChatMessage("user", "n")]
-        task = talk(Step(0.0, done=False, context=own), says("user", "u"), Step(1.0))
-        group, _ = await play(task, "x<end>", "<think>b</think>y<end>", "z<end>")
-        assert sequences(group.members[0])[1:] == [
-            "<start>u:n<end><start>a:|<think>b</think>y<end>",
-            "<start>u:n<end><start>a:y<end><start>u:u<end><start>a:|z<end>",
-        ]
-
-    run(work)
+async def test_messages_after_a_context_of_messages_belong_to_its_conversation():
+    own = [ChatMessage("user", "n")]
+    task = talk(Step(0.0, done=False, context=own), says("user", "u"), Step(1.0))
+    group, _ = await play(task, "x<end>", "<think>b</think>y<end>", "z<end>")
+    assert sequences(group.members[0])[1:] == [
+        "<start>u:n<end><start>a:|<think>b</think>y<end>",
+        "<start>u:n<end><start>a:y<end><start>u:u<end><start>a:|z<end>",
+    ]
 
 
 # --- budgets and edges -----------------------------------------------------------------------------------------------
 
 
-def test_the_prompts_of_all_sequences_count_against_the_tokens_of_a_trajectory():
+async def test_the_prompts_of_all_sequences_count_against_the_tokens_of_a_trajectory():
     """The learner packs all of them in one pass: 12 + 18 tokens, then 19 of the second prompt and one new."""
-    async def work():
-        task = talk(says("user", "u"), Step(1.0))
-        texts = ("<think>a</think>x<end>", "y<end>")
-        whole = len(ids("<start>u:q<end><start>a:" + texts[0]))
-        second = len(ids("<start>u:q<end><start>a:x<end><start>u:u<end><start>a:"))
-        group, read = await play(task, *texts, max_tokens=whole + second + 1)
-        assert len(read) == 2 and len(group.members[0].sequences) == 1
-        assert unpack_ids(group.members[0].token_ids)[-1] == ids("y")[0]  # there was room for one token
+    task = talk(says("user", "u"), Step(1.0))
+    texts = ("<think>a</think>x<end>", "y<end>")
+    whole = len(ids("<start>u:q<end><start>a:" + texts[0]))
+    second = len(ids("<start>u:q<end><start>a:x<end><start>u:u<end><start>a:"))
+    group, read = await play(task, *texts, max_tokens=whole + second + 1)
+    assert len(read) == 2 and len(group.members[0].sequences) == 1
+    assert unpack_ids(group.members[0].token_ids)[-1] == ids("y")[0]  # there was room for one token
 
-        group, read = await play(talk(says("user", "u")), *texts, max_tokens=whole + second)
-        (member,) = group.members
-        assert len(read) == 1 and (member.status, member.finish) == (MemberStatus.TRUNCATED, "length")
-
-    run(work)
+    group, read = await play(talk(says("user", "u")), *texts, max_tokens=whole + second)
+    (member,) = group.members
+    assert len(read) == 1 and (member.status, member.finish) == (MemberStatus.TRUNCATED, "length")
 
 
-def test_a_turn_without_tokens_begins_no_sequence():
-    async def work():
-        task = talk(says("user", "u", 0.5), says("user", "v", 0.25), Step(1.0))
-        group, _ = await play(task, "<think>a</think>x<end>", "", "z<end>")
-        (member,) = group.members
-        assert [one.partition("|")[2] for one in sequences(member)] == ["<think>a</think>x<end>", "z<end>"]
-        assert [turn.reward for turn in member.turns] == [0.75, 1.0]
-
-    run(work)
+async def test_a_turn_without_tokens_begins_no_sequence():
+    task = talk(says("user", "u", 0.5), says("user", "v", 0.25), Step(1.0))
+    group, _ = await play(task, "<think>a</think>x<end>", "", "z<end>")
+    (member,) = group.members
+    assert [one.partition("|")[2] for one in sequences(member)] == ["<think>a</think>x<end>", "z<end>"]
+    assert [turn.reward for turn in member.turns] == [0.75, 1.0]
 
 
-def test_words_that_were_read_before_the_model_said_anything_belong_to_no_sequence():
-    async def work():
-        group, _ = await play(talk(Step(0.0, done=False, context=InputText("raw")), Step(1.0)), "", "z<end>")
-        assert sequences(group.members[0]) == ["raw|z<end>"]
-
-    run(work)
+async def test_words_that_were_read_before_the_model_said_anything_belong_to_no_sequence():
+    group, _ = await play(talk(Step(0.0, done=False, context=InputText("raw")), Step(1.0)), "", "z<end>")
+    assert sequences(group.members[0]) == ["raw|z<end>"]
 
 
-def test_a_hub_of_an_earlier_release_is_not_sent_what_it_would_train_in_the_wrong_context():
-    async def work():
-        group, _ = await play(talk(says("user", "u"), Step(1.0)), "<think>a</think>x<end>", "y<end>")
-        old = msgspec.structs.replace(LIMITS, max_sequences=1)
-        back = sendable(group, lease(), old)
-        assert back.outcome == Outcome.RETURNED and "consists of 2 sequences, the limit is 1" in back.detail
-
-    run(work)
+async def test_a_hub_of_an_earlier_release_is_not_sent_what_it_would_train_in_the_wrong_context():
+    group, _ = await play(talk(says("user", "u"), Step(1.0)), "<think>a</think>x<end>", "y<end>")
+    old = msgspec.structs.replace(LIMITS, max_sequences=1)
+    back = sendable(group, lease(), old)
+    assert back.outcome == Outcome.RETURNED and "consists of 2 sequences, the limit is 1" in back.detail
 
 
-def test_a_prefilled_answer_is_continued_and_is_part_of_the_prompt():
-    async def work():
-        begun = [ChatMessage("user", "q"), ChatMessage("assistant", "so")]
-        group, _ = await play(TableTask(lambda action: Step(1.0), lambda record: begun), "x<end>")
-        assert sequences(group.members[0]) == ["<start>u:q<end><start>a:so|x<end>"]
-
-    run(work)
+async def test_a_prefilled_answer_is_continued_and_is_part_of_the_prompt():
+    begun = [ChatMessage("user", "q"), ChatMessage("assistant", "so")]
+    group, _ = await play(TableTask(lambda action: Step(1.0), lambda record: begun), "x<end>")
+    assert sequences(group.members[0]) == ["<start>u:q<end><start>a:so|x<end>"]
 
 
 def test_the_text_of_a_conversation_is_what_the_model_saw():

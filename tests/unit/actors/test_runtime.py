@@ -1,7 +1,5 @@
 """An actor that ends while its engine is being built leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 
@@ -12,9 +10,9 @@ from actors.worker import EXIT_ENGINE_HUNG
 from streamrl.errors import ConfigError, EngineError
 from streamrl.transport.session import LinkClosed
 from tests.fakes.scripted_engine import ScriptedEngine
-from tests.unit.actors.fakes import DEADLINE_S, Actor, always, run, says, until
+from tests.kit.loops import DEADLINE_S, until
+from tests.unit.actors.fakes import Actor, always, says
 
-pytestmark = pytest.mark.timeout(60)
 WRONG_RUN = LinkClosed(6, "another run")
 
 
@@ -42,50 +40,38 @@ async def stopped_while_building(site: Site) -> asyncio.Future[LinkClosed]:
     return life
 
 
-def test_an_engine_that_is_finished_after_the_stop_is_closed_before_the_process_goes_on():
-    async def work():
-        site = Site()
-        life = await stopped_while_building(site)
-        assert not life.done()
-        site.hold.set()
-        assert await life == WRONG_RUN
-        assert site.engine.stats().extra["dead"] == 1.0, "or its processes outlive the actor under its new name"
-
-    run(work)
+async def test_an_engine_that_is_finished_after_the_stop_is_closed_before_the_process_goes_on():
+    site = Site()
+    life = await stopped_while_building(site)
+    assert not life.done()
+    site.hold.set()
+    assert await life == WRONG_RUN
+    assert site.engine.stats().extra["dead"] == 1.0, "or its processes outlive the actor under its new name"
 
 
-def test_a_build_that_fails_after_the_stop_changes_nothing():
-    async def work():
-        site = Site()
-        life = await stopped_while_building(site)
-        site.fails = True
-        site.hold.set()
-        assert await life == WRONG_RUN and site.client.closed
-
-    run(work)
+async def test_a_build_that_fails_after_the_stop_changes_nothing():
+    site = Site()
+    life = await stopped_while_building(site)
+    site.fails = True
+    site.hold.set()
+    assert await life == WRONG_RUN and site.client.closed
 
 
-def test_a_build_that_never_ends_ends_the_process_instead_of_renewing_it(monkeypatch):
+async def test_a_build_that_never_ends_ends_the_process_instead_of_renewing_it(monkeypatch):
     monkeypatch.setattr(runtime, "BUILD_DEADLINE_S", 0.05)
 
-    async def work():
-        site = Site()
-        gone = await (await stopped_while_building(site))
-        assert gone.exit_code == EXIT_ENGINE_HUNG and "another run" in gone.detail
-        site.hold.set()
-
-    run(work)
+    site = Site()
+    gone = await (await stopped_while_building(site))
+    assert gone.exit_code == EXIT_ENGINE_HUNG and "another run" in gone.detail
+    site.hold.set()
 
 
 @pytest.mark.parametrize(("error", "exit_code"), [(ConfigError("no such engine"), 2), (EngineError("no device"), 1)])
-def test_a_configuration_error_has_an_exit_code_of_its_own(error, exit_code):
+async def test_a_configuration_error_has_an_exit_code_of_its_own(error, exit_code):
     class Refusing(Site):
         def _build(self, welcome):
             raise error
 
-    async def work():
-        site = Refusing()
-        site.client.says(site.welcome())
-        assert await site.worker.run() == LinkClosed(exit_code, str(error))
-
-    run(work)
+    site = Refusing()
+    site.client.says(site.welcome())
+    assert await site.worker.run() == LinkClosed(exit_code, str(error))

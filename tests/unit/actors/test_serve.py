@@ -1,7 +1,5 @@
 """`streamrl serve`: a model behind the endpoint of agents, as a process that is asked over HTTP."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

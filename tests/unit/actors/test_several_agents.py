@@ -1,7 +1,5 @@
 """Agents that play one episode together: whose call it is, whose sequence it continues, and whose reward it earns."""
 
-from __future__ import annotations
-
 import pytest
 
 from envs.reward_values import as_step

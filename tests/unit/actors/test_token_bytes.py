@@ -1,7 +1,5 @@
 """The bytes of single tokens: together those of the text, also where a character is several tokens."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from actors.render import Renderer, token_bytes
-from tests.unit.actors.fakes import TOKENIZER, installed_engine, run
+from tests.unit.actors.fakes import TOKENIZER, installed_engine
 from tests.unit.actors.test_requests import serving
 
 WORDS = ["a b", "ab abab", "naïve", "漢字", "🙂 ok", "x\n\ty"]
@@ -55,17 +53,14 @@ def test_special_tokens_are_their_text_and_ids_that_are_not_there_are_nothing(ki
     assert token_bytes(TOKENIZER)(2) == b"a"
 
 
-def test_logprobs_of_a_chat_name_the_bytes_of_each_token():
+async def test_logprobs_of_a_chat_name_the_bytes_of_each_token():
     tokenizer = KINDS["byte-level"]
     said = tokenizer("🚀", add_special_tokens=False)["input_ids"]
 
-    async def work():
-        engine = await installed_engine(lambda *_: said)
-        async with serving(engine, renderer=Renderer(tokenizer)) as (asks, _):
-            body = {"messages": [{"role": "user", "content": "ab"}], "logprobs": True}
-            content = (await asks.post("/v1/chat/completions", json=body)).json()["choices"][0]["logprobs"]["content"]
-        assert len(content) == len(said) > 1
-        assert bytes(byte for one in content for byte in one["bytes"]).decode() == "🚀"
-        assert all(bytes(one["bytes"]).decode(errors="replace") == one["token"] for one in content)
-
-    run(work)
+    engine = await installed_engine(lambda *_: said)
+    async with serving(engine, renderer=Renderer(tokenizer)) as (asks, _):
+        body = {"messages": [{"role": "user", "content": "ab"}], "logprobs": True}
+        content = (await asks.post("/v1/chat/completions", json=body)).json()["choices"][0]["logprobs"]["content"]
+    assert len(content) == len(said) > 1
+    assert bytes(byte for one in content for byte in one["bytes"]).decode() == "🚀"
+    assert all(bytes(one["bytes"]).decode(errors="replace") == one["token"] for one in content)

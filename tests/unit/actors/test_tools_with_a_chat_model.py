@@ -3,8 +3,6 @@
 Left out where the model is not there: `make smollm2` makes it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

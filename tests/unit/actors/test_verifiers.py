@@ -1,7 +1,5 @@
 """`env.name=verifiers:ID`: our side, before a fake of the process that has the package; tests/flow has the package."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -16,7 +14,8 @@ from streamrl.environment import AgentSession
 from streamrl.errors import ConfigError, TaskError
 from streamrl.messages import MemberStatus, Outcome
 from streamrl.named_code import check_allowed
-from tests.unit.actors.fakes import installed_engine, lease, make_runner, run, until
+from tests.kit.loops import run, until
+from tests.unit.actors.fakes import installed_engine, lease, make_runner
 from tests.unit.actors.test_agents import play, settings
 from tests.unit.actors.test_rewritten_history import TOKENIZER, Renderer, replies, sequences
 from tests.unit.envs.adapters.test_interaction_loops import START, member_of
@@ -92,21 +91,18 @@ def test_a_taskset_plays_an_episode_through_its_session(words):
     ("fail", "ValueError: of the taskset"), ("die", "its process ended"), ("close", "its process ended"),
     ("leave", "its process ended"),
 ])
-def test_an_episode_that_fails_costs_its_own_trajectory_and_a_dead_process_has_a_successor(words, does, says):
+async def test_an_episode_that_fails_costs_its_own_trajectory_and_a_dead_process_has_a_successor(words, does, says):
     task = words(f"env.options.does={does}")
     record = task.record("train", 0)
 
-    async def work():
-        engine = await installed_engine(replies("x"))
-        runner = make_runner(task, engine, renderer=Renderer(TOKENIZER), max_prompt_tokens=40)
-        groups = []
-        for one in (record, {**record, "task": {"does": "play"}}):
-            groups.append(await run_group(lease(prompt=json.dumps(one).encode()), runner))
-        await runner.close()
-        assert groups[0].outcome == Outcome.RETURNED and says in groups[0].detail
-        assert member_of(groups[1]).status == MemberStatus.FINISHED
-
-    run(work)
+    engine = await installed_engine(replies("x"))
+    runner = make_runner(task, engine, renderer=Renderer(TOKENIZER), max_prompt_tokens=40)
+    groups = []
+    for one in (record, {**record, "task": {"does": "play"}}):
+        groups.append(await run_group(lease(prompt=json.dumps(one).encode()), runner))
+    await runner.close()
+    assert groups[0].outcome == Outcome.RETURNED and says in groups[0].detail
+    assert member_of(groups[1]).status == MemberStatus.FINISHED
 
 
 def test_lines_that_are_no_answers_are_for_the_log(words, capfd):
@@ -115,21 +111,18 @@ def test_lines_that_are_no_answers_are_for_the_log(words, capfd):
     assert "Loading..." in capfd.readouterr().err
 
 
-def test_a_process_that_reads_nothing_is_ended_and_does_not_stop_the_loop(monkeypatch):
+async def test_a_process_that_reads_nothing_is_ended_and_does_not_stop_the_loop(monkeypatch):
     monkeypatch.setattr("envs.agents.verifiers.MAX_UNREAD", 4)
     processes = _Processes([sys.executable, "-c", "import time; time.sleep(1000)"])
     session = AgentSession("http://127.0.0.1:9/v1", "key")
 
-    async def work():
-        large = {"task": "x" * (1 << 18)}
-        played = [asyncio.ensure_future(processes.play(large, session)) for _ in range(8)]
-        # Four lines wait and perhaps one is being written: the first five are surely the process's that is ended.
-        errors = await asyncio.gather(*played[:5], return_exceptions=True)
-        processes.close()  # a successor that the others may have met
-        errors += await asyncio.gather(*played[5:], return_exceptions=True)
-        assert all("its process ended" in str(error) for error in errors)
-
-    run(work)
+    large = {"task": "x" * (1 << 18)}
+    played = [asyncio.ensure_future(processes.play(large, session)) for _ in range(8)]
+    # Four lines wait and perhaps one is being written: the first five are surely the process's that is ended.
+    errors = await asyncio.gather(*played[:5], return_exceptions=True)
+    processes.close()  # a successor that the others may have met
+    errors += await asyncio.gather(*played[5:], return_exceptions=True)
+    assert all("its process ended" in str(error) for error in errors)
 
 
 def test_an_episode_over_its_time_is_cancelled_in_the_process(words, tmp_path):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import streamrl
 from streamrl.errors import ConfigError, WireError
-from tests.unit.learner.learner_factories import tiny_checkpoint
+from tests.kit.learning import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
 PROMPT, GOOD, BAD = [5, 6, 7], [11, 12, 13], [21, 22, 23]

@@ -58,9 +58,9 @@ from streamrl.stream.writer import LogWriter
 from streamrl.weights.document import VersionRetired
 from streamrl.weights.transport import WeightSource
 from tests.flow.processes import free_port
+from tests.kit.system import until
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 from tests.unit.config.test_setting_effects_ledger import joined, ledger_of
-from tests.unit.hub.broadcast_harness import until
 from tests.unit.hub.factories import FakeActor, end_batch, make_ledger, publish, run_started
 
 pytestmark = pytest.mark.timeout(60)

@@ -26,9 +26,8 @@ from learner.setup.inputs import fit_to_records
 from streamrl.errors import ConfigError
 from streamrl.metrics.sinks import Sink, TrackedRun
 from streamrl.run_dirs import choose_run_dir
+from tests.kit.learning import OneBatch, batch, plan_of, trajectory
 from tests.unit.config.setting_harness import config_of, tiny_model
-from tests.unit.learner.learner_factories import batch, plan_of, trajectory
-from tests.unit.learner.one_batch import OneBatch
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,8 +11,9 @@ from actors.engines.base import ENGINES, EngineSpec, build_engine, engine_factor
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import Outcome
-from tests.fakes.plain_engine import ScriptedEngine
-from tests.unit.actors.fakes import TOKENIZER, V1, V2, actor, always, lease, until
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.kit.loops import until
+from tests.unit.actors.fakes import TOKENIZER, V1, V2, actor, always, lease
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -92,7 +93,7 @@ def test_settings_take_any_engines_name_and_hello_a_short_one(own):
 
 
 def test_our_engines_are_entries_of_one_table(monkeypatch):
-    monkeypatch.setitem(ENGINES, "parrot", "tests.fakes.plain_engine:ScriptedEngine")
+    monkeypatch.setitem(ENGINES, "parrot", "tests.fakes.scripted_engine:ScriptedEngine")
     engine = build_engine("parrot", spec())
     assert isinstance(engine, ScriptedEngine) and engine.max_num_seqs == 3
 

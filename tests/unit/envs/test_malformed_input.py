@@ -22,7 +22,8 @@ from streamrl.errors import StreamrlError
 from streamrl.messages import TO_HUB, Limits, MemberStatus, Outcome, VersionRef
 from streamrl.messages.codec import Decoder, encode
 from streamrl.messages.validate import check_group
-from tests.unit.actors.fakes import VOCAB, installed_engine, lease, make_runner, run, says
+from tests.kit.loops import run
+from tests.unit.actors.fakes import VOCAB, installed_engine, lease, make_runner, says
 from tests.unit.config.test_setting_effects_ledger import settings_of
 from tests.unit.envs.malformed import FILES, FORMS, GOOD, LATE, NUMBERED, OTHERS, RECORDS, REWARD, REWARDS, lines
 from tests.unit.hub.factories import FakeActor, publish

@@ -12,7 +12,8 @@ from envs.registry import task_of
 from streamrl.config.load import load_config
 from streamrl.environment import HasTarget
 from streamrl.errors import TaskError
-from tests.unit.actors.fakes import installed_engine, lease, make_runner, run, says
+from tests.kit.loops import run
+from tests.unit.actors.fakes import installed_engine, lease, make_runner, says
 
 ROWS = [
     {"kind": "sums", "question": "3 + 4", "answer": "7"}, {"kind": "letters", "question": "say ab", "answer": "ab"},

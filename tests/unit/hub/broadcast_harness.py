@@ -1,7 +1,5 @@
 """The GPU transports at a real hub over real sockets; the test plays the broadcaster and the actors."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +27,6 @@ from streamrl.messages.codec import Decoder, encode
 from tests.unit.config.setting_harness import PATIENCE_MS, LiveHub, Peer, config_of
 
 NCCL = "publish.transports=[ipc,nccl,shm,zmq]"
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Look again and again; the test's own time limit ends it."""
-    while not condition():
-        threading.Event().wait(0.01)
 
 
 class ScriptedBroadcaster:

@@ -1,7 +1,5 @@
 """Small honest leases, groups and actors for the hub's tests. No mocks: everything goes through the real codec."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from weakref import WeakKeyDictionary
@@ -209,6 +207,20 @@ class FakeActor:
     def revoke(self, refs: Sequence[LeaseRef]) -> None:
         for ref in refs:
             self.leases.pop(ref, None)
+
+
+def joined(ledger: Ledger, actor_id: str = "a1", *, now: float = 0.0, **changes: object) -> FakeActor:
+    """An actor that the ledger has welcomed."""
+    actor = FakeActor(ledger, actor_id, **changes)  # type: ignore[arg-type]
+    actor.join(now)
+    return actor
+
+
+def one_actor(*, slots: int = 4, **changes: object) -> tuple[Ledger, FakeActor, list[Lease]]:
+    """A ledger with these settings, its only actor, and all leases that this one gets."""
+    ledger = make_ledger(**changes)
+    actor = joined(ledger, slots=slots)
+    return ledger, actor, actor.ask()
 
 
 def hello_of(actor_id: str, incarnation: int = 1, **changes: object) -> Hello:

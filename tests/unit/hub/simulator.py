@@ -3,8 +3,6 @@
 The world keeps its own books, from what it sees on the outside, and compares.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 from learner.hub.ledger.ledger import Ledger, LedgerSettings

@@ -1,7 +1,5 @@
 """Comparison of a live ledger with the one that its log gives, alone or after a snapshot."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How often one group is encoded and decoded on its way from an actor to a learner rank."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """A hub whose ranks are on other machines: it listens on an address, and only the keys of this start get in."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

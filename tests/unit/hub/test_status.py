@@ -1,7 +1,5 @@
 """`status.json`: what the live view reads, and how the run ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -13,11 +11,9 @@ import pytest
 from learner.hub.server import HubServer
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings
+from tests.kit.system import until
 from tests.unit.config.setting_harness import VOCAB_SIZE, LiveHub, config_of
-from tests.unit.hub.broadcast_harness import until
 from tests.unit.hub.factories import run_started
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def test_before_the_first_version_the_run_is_starting(tmp_path):

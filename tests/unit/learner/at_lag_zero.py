@@ -1,7 +1,5 @@
 """Groups that an engine generates under settings of training, and what the learner says of them with its weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@
     REFUSED    form -> the same, and what the refusal says
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ from learner.data.layout import make_layout
 from learner.model.policy import Policy, load_policy
 from learner.ranks.mesh import Ranks
 from streamrl.errors import ConfigError
-from tests.unit.learner.learner_factories import VOCAB, tiny_checkpoint
+from tests.kit.learning import VOCAB, tiny_checkpoint
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LETTERS, END, STOP, PAD = "abcdefghijklmnopqrstuvwxyz ?\n12", "<end>", "<stop>", "<pad>"

@@ -1,11 +1,9 @@
 """Fixtures: one tiny checkpoint of each kind per session."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from tests.unit.learner.learner_factories import tiny_checkpoint
+from tests.kit.learning import tiny_checkpoint
 
 KINDS = {
     "qwen3-tied": ("qwen3", True), "qwen3": ("qwen3", False), "llama-tied": ("llama", True),

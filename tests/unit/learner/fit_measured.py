@@ -5,8 +5,6 @@
 Every tensor has pages of its own (`MALLOC_MMAP_THRESHOLD_`), so the resident size follows what tensors hold.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -33,7 +31,7 @@ from learner.trainer import Trainer, TrainerSettings
 from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig
 from tests.flow.processes import free_port
-from tests.unit.learner.learner_factories import plan_of
+from tests.kit.learning import plan_of
 
 SIZES: dict[str, Any] = dict(
     vocab_size=6000, hidden_size=384, intermediate_size=1152, num_hidden_layers=6, num_attention_heads=6,

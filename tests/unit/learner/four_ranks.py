@@ -3,8 +3,6 @@
     argv: directory, axes as `replicate=2`
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

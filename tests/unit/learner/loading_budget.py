@@ -3,8 +3,6 @@
 Each rank prints one line of JSON: how far its own memory rose (mapped files are not counted), and what it read.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

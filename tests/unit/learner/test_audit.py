@@ -1,7 +1,5 @@
 """Audits with a real engine: what it sampled with a version agrees with it, long after the policy moved on."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import nullcontext
 from dataclasses import replace
@@ -29,7 +27,6 @@ from tests.unit.actors.fakes import lease
 from tests.unit.engines.tiny_models import character_tokenizer, engine_for, qwen3
 from tests.unit.learner.test_ratio_at_lag_zero import two_turns
 
-pytestmark = pytest.mark.timeout(60)
 SEED, VERSION, FULL = 5, 1, Sampling()
 CONFIG = ("experiment=quickstart", "env.max_turns=2", "rollout.train.sampling.max_new_tokens=24", f"run.seed={SEED}")
 

@@ -1,7 +1,5 @@
 """Work of a learner in the background: versions and checkpoints are written from a copy, then announced."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +22,6 @@ from streamrl.weights.document import Document
 from streamrl.weights.shm.transport import ShmPublisher
 from tests.unit.config.setting_harness import config_of
 
-pytestmark = pytest.mark.timeout(60)
 ALONE = Ranks()
 
 

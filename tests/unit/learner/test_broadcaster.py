@@ -1,7 +1,5 @@
 """The broadcaster's loop: the hub hears every second that it is alive, unless it really hangs."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading
@@ -23,8 +21,6 @@ from streamrl.messages import (
 from streamrl.messages.codec import Decoder, encode
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_digest, make_layout, make_manifest
 from tests.unit.weights.fold_reference import fold128_numpy
-
-pytestmark = pytest.mark.timeout(60)
 
 
 class Hub:

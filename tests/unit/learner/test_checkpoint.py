@@ -1,7 +1,5 @@
 """Checkpoints: bit-equal resumption, every flipped byte noticed, and never fewer good ones than before."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -22,12 +20,10 @@ from learner.data.packing import pack
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import load_policy
-from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
-from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig
+from streamrl.config.schema import OptimizerConfig
 from streamrl.errors import CheckpointError, RunLockedError
-from tests.unit.learner.learner_factories import batch, plan_of
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import OneBatch, batch, make_objective, plan_of
 
 HERE = Path(__file__).parent
 ALONE = Ranks()
@@ -41,7 +37,7 @@ class Training:
         torch.manual_seed(seed)
         self.policy = load_policy(model_dir)
         self.optimizer = make_optimizer(self.policy, OptimizerConfig(lr=1e-3, **optimizer))
-        self.objective = Objective(AdvantageConfig(), LossConfig(), max_new_tokens=16, max_lag=4)
+        self.objective = make_objective()
         self.version = 0
 
     def step(self, times=1):

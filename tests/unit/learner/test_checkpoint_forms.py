@@ -1,11 +1,8 @@
 """Every form of a checkpoint: learner, ranks and engine read what plain transformers does, or refuse it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -32,19 +29,9 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(200)
 
 
-@dataclass(frozen=True)
-class Made:
-    folders: dict[str, Path]
-    of_ranks: list[dict[str, list[float] | str]]
-    """The readings of each of two ranks, by the folder's name."""
-
-
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Made:
-    work = tmp_path_factory.mktemp("forms")
-    folders = forms.make_all(work)
-    launch_script(2, Path(forms.__file__), work)
-    return Made(folders, [json.loads((work / f"rank-{rank}.json").read_text()) for rank in (0, 1)])
+def made(tmp_path_factory) -> dict[str, Path]:
+    return forms.make_all(tmp_path_factory.mktemp("forms"))
 
 
 @pytest.fixture(scope="module")
@@ -76,20 +63,20 @@ async def of_engine(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", READ)
 def test_every_reader_reads_what_plain_transformers_does(made, sharded, form):
-    folder = made.folders[form]
+    folder = made[form]
     expected = forms.expected(folder)
 
     preflight(folder)
     for found in (
         forms.logprobs(load_policy(folder)), forms.logprobs(load_policy(folder, ranks=sharded)),
-        *(torch.tensor(one[folder.name]) for one in made.of_ranks), asyncio.run(of_engine(folder)),
+        asyncio.run(of_engine(folder)),
     ):
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("form", REFUSED | MADE_UP)
 def test_what_they_would_read_otherwise_is_refused_by_each_in_one_sentence(made, sharded, form):
-    folder, (_, said) = made.folders[form], (REFUSED | MADE_UP)[form]
+    folder, (_, said) = made[form], (REFUSED | MADE_UP)[form]
 
     def refused(read) -> None:
         with pytest.raises(ConfigError) as error:
@@ -102,18 +89,31 @@ def test_what_they_would_read_otherwise_is_refused_by_each_in_one_sentence(made,
     refused(lambda: asyncio.run(of_engine(folder)))
     if form != "adapter alone":  # has no configuration: found before
         refused(lambda: load_policy(folder, ranks=sharded))
-        assert re.search(said, str(made.of_ranks[0][folder.name]))
-        assert isinstance(made.of_ranks[1][folder.name], str)  # or that rank 0 has said it
+
+
+def test_two_ranks_read_and_refuse_the_same(made):
+    work = next(iter(made.values())).parent
+    launch_script(2, Path(forms.__file__), work)
+    first, second = (json.loads((work / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+
+    for form in READ:
+        for found in (first, second):
+            read = torch.tensor(found[made[form].name])
+            torch.testing.assert_close(read, forms.expected(made[form]), atol=2e-5, rtol=0, msg=form)
+    for form, (_, said) in (REFUSED | MADE_UP).items():
+        if form != "adapter alone":  # has no configuration: found before
+            assert re.search(said, str(first[made[form].name])), form
+            assert isinstance(second[made[form].name], str), form  # or that rank 0 has said it
 
 
 def test_a_file_wins_over_an_index_and_the_user_is_told(made):
-    told = preflight(made.folders["index beside the file"])
-    assert any("the former is read" in line for line in told) and not preflight(made.folders["sharded"])
+    told = preflight(made["index beside the file"])
+    assert any("the former is read" in line for line in told) and not preflight(made["sharded"])
 
 
 @pytest.mark.parametrize("form", ["FP8 blocks", "GPTQ", "adapter beside"])
 def test_other_commands_refuse_such_a_folder_too(made, form, tmp_path):
-    folder, (_, said) = made.folders[form], REFUSED[form]
+    folder, (_, said) = made[form], REFUSED[form]
     path = folder / "config.json"
     before = path.read_text()
     try:
@@ -130,7 +130,7 @@ def test_other_commands_refuse_such_a_folder_too(made, form, tmp_path):
 def test_a_supervised_run_refuses_it_before_it_makes_a_directory(made, tmp_path):
     data = tmp_path / "records.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
-    words = [f"policy.model_path={made.folders['AWQ']}", f"data.path={data}", f"run.root={tmp_path / 'runs'}"]
+    words = [f"policy.model_path={made['AWQ']}", f"data.path={data}", f"run.root={tmp_path / 'runs'}"]
     with pytest.raises(ConfigError, match=r"quantized weights \(awq\)"):
         train("sft", words)
     assert not (tmp_path / "runs").exists()

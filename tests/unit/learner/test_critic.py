@@ -1,7 +1,5 @@
 """The critic: what it learns, what it must not touch, and that it survives a restart."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -13,7 +11,6 @@ from learner.data.packing import pack
 from learner.model.critic import VALUE_HEAD, build_critic
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
-from learner.objective.objective import Objective
 from learner.publish.export import export_critic
 from learner.ranks.mesh import Ranks
 from learner.supervised.methods import export_reward_model, load_reward_network
@@ -27,8 +24,7 @@ from streamrl.config.schema import (
     ScheduleConfig,
 )
 from streamrl.errors import ConfigError
-from tests.unit.learner.learner_factories import VOCAB, batch, plan_of
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import VOCAB, OneBatch, batch, make_objective, plan_of
 
 ALONE = Ranks()
 FAST = CriticConfig(optimizer=OptimizerConfig(lr=3e-3))
@@ -40,9 +36,8 @@ class Scene:
     def __init__(self, model_dir, config=FAST, estimator="vtrace", *, max_tokens=60, rows=None):
         self.policy = load_policy(model_dir)
         self.rows = rows or batch(3, 4)
-        self.objective = Objective(
-            AdvantageConfig(estimator=estimator, baseline="none"), LossConfig(veto_low=None, veto_high=None),
-            max_new_tokens=16, max_lag=4,
+        self.objective = make_objective(
+            AdvantageConfig(estimator=estimator, baseline="none"), LossConfig(veto_low=None, veto_high=None)
         )
         torch.manual_seed(0)
         self.critic = build_critic(

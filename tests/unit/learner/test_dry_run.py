@@ -1,7 +1,5 @@
 """The dry run: what cannot train is refused before a model is loaded, in the words of the part that uses it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

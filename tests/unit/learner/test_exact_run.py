@@ -1,7 +1,5 @@
 """A run that is killed and resumed has, on the same log of batches, the very bits of one that was not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

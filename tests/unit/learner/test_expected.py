@@ -1,7 +1,5 @@
 """The record's own answer stands beside the model's in the samples of a run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What fits: counted memory against literal sums and against a real rank's, the refusal, and the command."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
@@ -31,7 +29,6 @@ from streamrl.errors import ConfigError
 from tests.unit.config.setting_harness import config_of
 from tests.unit.learner import fit_measured
 
-pytestmark = pytest.mark.timeout(120)
 SMALL = dict(
     vocab_size=160, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, tie_word_embeddings=False,

@@ -1,7 +1,5 @@
 """Four ranks over gloo, in each layout of the mesh, must do what one process does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,8 +9,8 @@ from learner.fit.step import fake_ranks
 from learner.model.policy import assemble
 from learner.ranks.mesh import Mesh, Ranks
 from streamrl.errors import ConfigError
+from tests.kit.learning import tiny_checkpoint
 from tests.unit.learner import four_ranks, two_ranks
-from tests.unit.learner.learner_factories import tiny_checkpoint
 from tests.unit.learner.test_two_ranks import HERE, assert_same, assert_same_weights, launch_script, result
 
 LAYOUTS = {"copies": ("replicate=2", "shard=2"), "tensor": ("tensor=2", "shard=2"),

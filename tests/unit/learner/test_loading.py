@@ -1,7 +1,5 @@
 """Loading for FSDP2: each rank reads its rows; the weights are those that transformers loads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -21,7 +19,7 @@ from learner.model.policy import load_policy
 from learner.ranks.mesh import Ranks, local_part
 from streamrl.config.schema import Config, CriticConfig, CriticKind
 from streamrl.errors import ConfigError
-from tests.unit.learner.learner_factories import batch
+from tests.kit.learning import batch
 from tests.unit.learner.test_two_ranks import launch_script
 
 pytestmark = pytest.mark.timeout(200)

@@ -1,7 +1,5 @@
 """Training an adapter: what is trained, saved, published, compared with and exported is what LoRA says."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import partial
@@ -37,7 +35,7 @@ from streamrl.config.load import load_config
 from streamrl.config.schema import LoraBase, LoraConfig, LoraInit, OptimizerConfig, SchedulerConfig
 from streamrl.errors import CheckpointError, ConfigError
 from streamrl.weights.adapter import adapted_layers, merged
-from tests.unit.learner.learner_factories import VOCAB, batch, tiny_checkpoint
+from tests.kit.learning import VOCAB, batch, tiny_checkpoint
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 

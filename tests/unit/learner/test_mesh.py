@@ -1,20 +1,16 @@
 """The device mesh: who shards, who shares data, who writes, for layouts that one test machine could not run."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
 import torch
 
 from learner.hub.handlers.ranks import share_batch
-from learner.objective.objective import Objective
 from learner.objective.plan import BatchPlan
 from learner.ranks.mesh import Coordinates, Mesh, Ranks
-from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.errors import ConfigError, ContentError
+from tests.kit.learning import batch, make_objective, plan_of
 from tests.unit.hub.ledger.test_batches import held
-from tests.unit.learner.learner_factories import batch, plan_of
 
 LAYOUTS = [
     Mesh.from_world_size(world * replicate * context * tensor, replicate=replicate, context=context, tensor=tensor)
@@ -71,9 +67,7 @@ def test_a_batch_is_split_by_data_parallel_rank_and_not_by_process():
 def test_the_objective_looks_up_its_trajectories_by_data_parallel_rank():
     rows = batch(4, 2)
     plan = plan_of(rows, world=2)
-    objective = Objective(
-        AdvantageConfig(), LossConfig(), max_new_tokens=16, max_lag=4
-    )
+    objective = make_objective()
     ranks = Ranks(rank=3, mesh=Mesh.from_world_size(4, tensor=2))
 
     BatchPlan.from_batch(objective, [row for row in rows if row.group_id % 2 == 1], plan, version=5, ranks=ranks)

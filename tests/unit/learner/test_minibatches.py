@@ -1,7 +1,5 @@
 """Several optimizer steps on one batch: against a literal transcription of decoupled PPO, and what stays fixed."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,7 +23,7 @@ from learner.ranks.mesh import Ranks
 from learner.trainer import Callbacks, Trainer, TrainerSettings
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OptimizerConfig, PublishWhen
 from streamrl.errors import ConfigError
-from tests.unit.learner.learner_factories import batch, plan_of
+from tests.kit.learning import batch, plan_of
 
 K, E, VERSION, LR, CAP = 2, 2, 5, 5e-3, 5.0
 AREAL = LossConfig(

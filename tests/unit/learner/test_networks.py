@@ -1,7 +1,5 @@
 """The frozen copy: it never learns, follows only when told to, and survives a restart; sharded or not."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,10 +41,9 @@ from streamrl.weights.document import Document
 from streamrl.weights.saved import read_version
 from streamrl.weights.shm.transport import ShmPublisher
 from tests.fakes.service import in_thread
-from tests.unit.learner.learner_factories import batch, tiny_checkpoint
+from tests.kit.learning import batch, tiny_checkpoint
 from tests.unit.learner.objective.test_distill import groups_of
 
-pytestmark = pytest.mark.timeout(120)
 MICRO = pack(batch(2, 2), 500)[0]
 
 

@@ -1,7 +1,5 @@
 """A micro-batch that does not fit into memory: split and trained as if it had been two from the start, or refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +15,7 @@ from learner.ranks.mesh import Mesh, Ranks
 from learner.trainer import Trainer, TrainerSettings, check_split, forward_backward
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig
 from streamrl.errors import ConfigError
-from tests.unit.learner.learner_factories import batch, plan_of
+from tests.kit.learning import batch, plan_of
 from tests.unit.learner.test_trainer import trained_alone
 
 PLAIN = LossConfig(veto_low=None, veto_high=None)
@@ -82,8 +80,7 @@ def test_a_pass_without_memory_is_split_and_the_gradients_are_those_of_the_whole
     splits = sum(map(len, fails.values()))
     assert found.pop("policy/num_split_microbatches") == splits
     assert found.pop("policy/num_microbatches") == plain["policy/num_microbatches"] + splits
-    for mine, whole in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, whole, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
     for key, value in found.items():
         assert value == pytest.approx(plain[key], rel=1e-4, abs=1e-6) or "time" in key, key
 
@@ -101,8 +98,7 @@ def test_later_epochs_and_what_a_scoring_pass_found_follow_the_split(checkpoints
 
     assert found["policy/num_split_microbatches"] == 1
     assert fake.passes == once + 2 + settings.get("num_epochs", 1)  # two again, and one more in each epoch
-    for mine, whole in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, whole, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_micro_batch_is_halved_until_it_fits(checkpoints):
@@ -114,8 +110,7 @@ def test_a_micro_batch_is_halved_until_it_fits(checkpoints):
     )
 
     assert found["policy/num_split_microbatches"] > 2
-    for mine, whole in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, whole, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_a_trajectory_that_does_not_fit_is_refused_with_the_settings_that_help(checkpoints):

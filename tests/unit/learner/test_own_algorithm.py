@@ -1,7 +1,5 @@
 """Own estimators and surrogates: what they may return, and one sentence before the first step for everything else."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -1,7 +1,5 @@
 """Packed scoring against the model's own code, one sequence at a time."""
 
-from __future__ import annotations
-
 import json
 import logging
 
@@ -25,9 +23,8 @@ from learner.setup.trainer import load_networks
 from streamrl.architectures.miniature import build_miniature
 from streamrl.config.schema import AdvantageConfig, ConstraintConfig, EntropyConfig, KlConfig, LossConfig
 from streamrl.errors import ConfigError
+from tests.kit.learning import OneBatch, batch, plan_of, trajectory
 from tests.unit.config.setting_harness import config_of, tiny_model
-from tests.unit.learner.learner_factories import batch, plan_of, trajectory
-from tests.unit.learner.one_batch import OneBatch
 from tests.unit.learner.test_shared_prompts import rows_of
 
 
@@ -286,8 +283,7 @@ def test_a_step_with_a_reference_model_has_the_same_loss_gradients_and_statistic
     (alone, expected, stats), (shared, gradients, shared_stats) = found
 
     assert shared == pytest.approx(alone, abs=1e-6)
-    for mine, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(gradients, expected, atol=1e-5, rtol=1e-4)
     assert 0.5 < shared_stats.pop("policy/shared_fraction") < 1.0 and stats.pop("policy/shared_fraction") == 0.0
     assert shared_stats.keys() == stats.keys()
     for key, value in stats.items():

@@ -1,7 +1,5 @@
 """Packing: nothing lost, nothing over the budget, always the same."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from learner.data.packing import empty_micro_batch, equalize, pack
 from learner.ranks.mesh import Ranks
 from streamrl.errors import ConfigError
-from tests.unit.learner.learner_factories import batch, trajectory
+from tests.kit.learning import batch, trajectory
 
 SIZES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=40)
 

@@ -1,7 +1,5 @@
 """Mistakes that settings, files and installed packages show: refused before a run has a directory, with a remedy."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The learner's half of the probe: fixed tokens, when they are scored, and that the numbers are the model's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -10,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from learner.model.policy import load_policy
 from learner.publish.publishing import NUM_TOKENS, TEXT, Prober, probe_tokens
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
-from tests.unit.learner.learner_factories import VOCAB
+from tests.kit.learning import VOCAB
 
 IDS = list(range(1, 21))
 

@@ -1,7 +1,5 @@
 """What a learner rank uses, as the operating system sees it."""
 
-from __future__ import annotations
-
 import psutil
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What an actor samples under any training setting, the learner scores alike: importance ratios at lag 0 are 1."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import fields
 from types import SimpleNamespace

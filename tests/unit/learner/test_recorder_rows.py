@@ -1,7 +1,5 @@
 """What a row of metrics holds of the hub's counters, and of evaluations."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """A trajectory of several sequences: each token is computed in its own, and credit runs through all of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -13,14 +11,12 @@ from learner.data.packing import pack
 from learner.data.trajectories import Trajectory, read_groups
 from learner.model.critic import build_critic
 from learner.model.policy import load_policy
-from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import reward_to_go
 from streamrl.config.schema import AdvantageConfig, CriticConfig, LossConfig
 from streamrl.messages import SequenceStart
 from streamrl.messages.codec import pack_ids
-from tests.unit.learner.learner_factories import VOCAB, batch, plan_of
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import VOCAB, OneBatch, batch, make_objective, plan_of
 from tests.unit.learner.test_trajectories import frame, member
 
 VERSION = 5
@@ -105,7 +101,7 @@ def test_gradients_are_those_of_the_sequences_trained_apart_with_the_same_advant
     plain = AutoModelForCausalLM.from_pretrained(
         checkpoints["qwen3-tied"], attn_implementation="eager", dtype=torch.float32
     )
-    made = Objective(AdvantageConfig(estimator="group"), PLAIN, max_new_tokens=16, max_lag=4)
+    made = make_objective(AdvantageConfig(estimator="group"), PLAIN)
     one = OneBatch(made, rows, plan_of(rows), version=VERSION)
     for micro in pack(rows, 60):  # some hold one trajectory, some several
         logprobs, entropy = policy(
@@ -154,7 +150,7 @@ def test_vtrace_runs_through_all_sequences_with_values_of_the_states_that_the_mo
     )
     rows = [replace(rewritten(seed), index=seed, truncated=truncated) for seed in range(2)]
     advantage = AdvantageConfig(estimator="vtrace", baseline="none", gamma=0.9, lam=0.8)
-    made = Objective(advantage, PLAIN, max_new_tokens=16, max_lag=4)
+    made = make_objective(advantage, PLAIN)
     critic = build_critic(
         CriticConfig(), "vtrace", policy, checkpoints["qwen3-tied"], num_steps=1, dtype=torch.float32, ranks=Ranks()
     )
@@ -196,9 +192,7 @@ def test_averages_over_sequences_count_a_trajectory_once(avg_level, expected):
     """The sum of the weights of a trajectory's tokens: its sequences are not rows of their own."""
     rows = [rewritten(), replace(apart(rewritten())[0], index=1)]
     rows[1] = replace(rows[1], mask=np.array([1, 1, 1, 0, 0, 1, 0], dtype=bool))
-    made = Objective(
-        AdvantageConfig(estimator="group"), replace(PLAIN, avg_level=avg_level), max_new_tokens=16, max_lag=4,
-    )
+    made = make_objective(AdvantageConfig(estimator="group"), replace(PLAIN, avg_level=avg_level))
     one = OneBatch(made, rows, plan_of(rows), version=VERSION)
 
     weights = [float(one.plan.tensors.weights[place]) * row.num_action_tokens for place, row in enumerate(rows)]

@@ -1,10 +1,5 @@
 """Batches that cannot be trained on, and checkpoints that cannot be written: told, counted, and tried again."""
 
-from __future__ import annotations
-
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import msgspec
@@ -25,6 +20,7 @@ from streamrl.config.schema import ObjectivesConfig, OptimizerConfig, OverlongCo
 from streamrl.errors import CheckpointError, StreamrlError
 from streamrl.messages import BatchShare, Group, Outcome, PlanRow, ReturnReason, Sampling, Turn
 from streamrl.messages.codec import encode, pack_ids, pack_logprobs
+from tests.kit.system import full_disk
 from tests.unit.config.setting_harness import config_of
 from tests.unit.hub.factories import member
 
@@ -120,17 +116,6 @@ def test_skipped_steps_end_the_run_if_too_many_are_among_good_ones(tmp_path):
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def full_disk(num_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond this size."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("where", ["shard", "manifest", "latest"])

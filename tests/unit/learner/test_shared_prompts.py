@@ -1,7 +1,5 @@
 """Shared prompts as data: every trajectory keeps its tokens, and the common beginning is packed once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from learner.data.layout import make_layout
 from learner.data.packing import pack
 from learner.data.shared_prompts import KEYS_PER_TOKEN, LEAST_STEM_TOKENS, common_beginnings
-from tests.unit.learner.learner_factories import VOCAB, trajectory
+from tests.kit.learning import VOCAB, trajectory
 
 GROUPS = st.lists(
     st.tuples(st.integers(1, 60), st.lists(st.tuples(st.integers(1, 25), st.integers(0, 6)), min_size=1, max_size=6)),

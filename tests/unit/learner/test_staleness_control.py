@@ -1,7 +1,5 @@
 """The staleness control: what it decides from what a step measured, in closed loops with a scripted drift."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Sampled trajectories of a run: drawn fairly, with the numbers of the loss, and decoded token by token."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +17,7 @@ from learner.record.step_samples import draft, draw_groups, draw_member, draw_pr
 from streamrl.config.schema import AdvantageConfig, LossConfig, SamplesConfig
 from streamrl.messages import BatchShare, EvalResult, GroupOrigin, KeptGroup
 from streamrl.metrics.samples import Sample, read_samples
-from tests.unit.learner.learner_factories import batch, plan_of
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import OneBatch, batch, plan_of
 from tests.unit.learner.test_trajectories import frame, member
 
 VERSION = 5

@@ -1,7 +1,5 @@
 """Real chat templates: the ids are those of the whole rendering, and what is trained is what the model has to say."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

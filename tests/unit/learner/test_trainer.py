@@ -1,7 +1,5 @@
 """The trainer alone, on recorded groups: the same weights as a run with a hub has, bit by bit."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GROUP frames to trajectories, with real frames."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 

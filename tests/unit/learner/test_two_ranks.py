@@ -1,7 +1,5 @@
 """Two FSDP2 ranks over gloo must do what one process does: same loss, gradients, weights, statistics, checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.ranks.mesh import Ranks
+from tests.kit.learning import tiny_checkpoint
 from tests.unit.learner import two_ranks
-from tests.unit.learner.learner_factories import tiny_checkpoint
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -1,7 +1,5 @@
 """Forward, backward, clip, step: on one process."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -13,21 +11,17 @@ from learner.data.packing import pack
 from learner.model.gradients import BatchResult, GradientCosine, StepResult, grad_norm, optimizer_step
 from learner.model.optimizer import SCHEDULES, Schedule, make_optimizer, make_schedule
 from learner.model.policy import load_policy
-from learner.objective.objective import Objective
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig, ScheduleConfig, SchedulerConfig
 from streamrl.errors import ConfigError
-from tests.unit.learner.learner_factories import batch, plan_of
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import OneBatch, batch, make_objective, plan_of
 
 ALONE = Ranks()
 CONSTANT = Schedule("constant", 1e-3, 10)
 
 
 def gradients(policy, rows, *, max_tokens=500, loss=None, advantage=None):
-    made = Objective(
-        advantage or AdvantageConfig(), loss or LossConfig(), max_new_tokens=16, max_lag=4
-    )
+    made = make_objective(advantage or AdvantageConfig(), loss or LossConfig())
     one = OneBatch(made, rows, plan_of(rows), version=5)
     micro_batches = pack(rows, max_tokens)
     one.score(policy, micro_batches)
@@ -42,13 +36,12 @@ def test_the_number_of_micro_batches_changes_neither_loss_nor_gradients(checkpoi
     split, got = gradients(policy, rows, max_tokens=25)
 
     assert split == pytest.approx(whole, abs=1e-6)
-    for mine, reference in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, reference, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_surrogate_that_must_see_the_batch_first_leaves_no_gradient_while_it_looks(checkpoints):
     policy, rows = load_policy(checkpoints["qwen3-tied"]), batch(3, 4)
-    made = Objective(AdvantageConfig(), LossConfig(surrogate="m2po"), max_new_tokens=16, max_lag=4)
+    made = make_objective(AdvantageConfig(), LossConfig(surrogate="m2po"))
     one = OneBatch(made, rows, plan_of(rows), version=5)
     micro_batches = pack(rows, 60)
     one.score(policy, micro_batches)

@@ -1,7 +1,5 @@
 """What-if: the settings of each fork, where its evidence ends, and what is shown of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from learner.replay.what_if import OWN, arms

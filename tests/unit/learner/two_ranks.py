@@ -12,8 +12,6 @@
     apart(work, folder)     two machines that share no directory: rank 0's holds all, and a restart takes all from it
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass
@@ -52,8 +50,7 @@ from streamrl.config.schema import (
     OptimizerConfig,
 )
 from streamrl.errors import CheckpointError
-from tests.unit.learner.learner_factories import batch, plan_of
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import OneBatch, batch, make_objective, plan_of
 
 SCHEDULE = Schedule("linear", 1e-3, 5)
 LOSS = LossConfig(surrogate="m2po", clip_low=0.1, clip_high=0.1, entropy_coef=0.01)
@@ -78,10 +75,8 @@ def train_step(kit: Kit, ranks: Ranks, *, step: int) -> tuple[float, float, dict
     policy, rows = kit.policy, batch(5, 3, seed=step)
     plan = plan_of(rows, world=ranks.mesh.dp_size)
     mine = [row for row in rows if row.group_id % ranks.mesh.dp_size == ranks.dp_rank]
-    objective = Objective(
-        AdvantageConfig(scale="batch_std"), LOSS, max_new_tokens=16, max_lag=4,
-        regularizers=Regularizers(KL, CONSTRAINT, LOSS, kit.controls),
-    )
+    pulls = Regularizers(KL, CONSTRAINT, LOSS, kit.controls)
+    objective = make_objective(AdvantageConfig(scale="batch_std"), LOSS, regularizers=pulls)
     one = OneBatch(objective, mine, plan, version=5, ranks=ranks)
     micro_batches = equalize(pack(mine, 40), ranks)
     one.score(policy, micro_batches, frozen={"reference": kit.reference})

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,19 +17,9 @@ from streamrl.metrics.samples import FILE_NAME, Sample, SampleFile, read_samples
 from streamrl.metrics.sinks import JsonlSink
 from streamrl.report.index import write_index
 from streamrl.report.report import write_report
+from tests.kit.system import full_disk
 
 ROOT = Path(__file__).parents[3]
-
-
-@contextmanager
-def full_disk(num_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond this size."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def sample(step: int) -> Sample:

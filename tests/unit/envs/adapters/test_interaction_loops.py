@@ -12,7 +12,8 @@ from envs.registry import load_task
 from envs.tools.environment import ToolRules, tool_env
 from streamrl.errors import TaskError
 from streamrl.messages import Limits, MemberStatus, Outcome, ReturnReason, Sampling, Turn
-from tests.unit.actors.fakes import installed_engine, lease, make_runner, run
+from tests.kit.loops import run
+from tests.unit.actors.fakes import installed_engine, lease, make_runner
 from tests.unit.actors.test_rewritten_history import TOKENIZER, Renderer, ids, replies, sequences
 from tests.unit.envs.adapters.test_interfaces import EXAMPLES, task_for
 

@@ -21,7 +21,8 @@ from streamrl.config.load import load_config
 from streamrl.errors import TaskError
 from streamrl.messages import MemberStatus, Outcome, Turn
 from streamrl.messages.codec import unpack_ids
-from tests.unit.actors.fakes import ids_of, installed_engine, lease, make_runner, run
+from tests.kit.loops import run
+from tests.unit.actors.fakes import ids_of, installed_engine, lease, make_runner
 from tests.unit.actors.fakes import tokenizer as letters
 
 EXAMPLES = Path(__file__).parent / "examples"

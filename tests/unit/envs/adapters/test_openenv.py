@@ -12,7 +12,8 @@ from streamrl.errors import ConfigError, TaskError
 from streamrl.messages import MemberStatus, Outcome
 from streamrl.named_code import check_allowed
 from tests.flow.processes import wait_until
-from tests.unit.actors.fakes import installed_engine, lease, make_runner, run
+from tests.kit.loops import run
+from tests.unit.actors.fakes import installed_engine, lease, make_runner
 from tests.unit.envs.adapters.fake_openenv import FakeOpenEnvServer
 from tests.unit.envs.adapters.test_interfaces import TOKENIZER, Renderer
 

@@ -1,7 +1,5 @@
 """The broadcaster process as the hub sees it: one that dies, is stopped, hangs or survives kill costs no version."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -14,9 +12,9 @@ import pytest
 from learner.hub.context.broadcaster_process import START_S, BroadcasterProcess, BroadcasterWatch
 from learner.hub.context.settings import HubSettings
 from streamrl.messages import Announce, BroadcastDocument, IpcBufferTicket
-from tests.unit.hub.broadcast_harness import ScriptedBroadcaster, until
+from tests.kit.system import until
+from tests.unit.hub.broadcast_harness import ScriptedBroadcaster
 
-pytestmark = pytest.mark.timeout(120)
 NEAR = ("ipc", "zmq")
 ROOT = Path(__file__).parents[4]
 

@@ -1,7 +1,5 @@
 """Weight health: roots, probes, quarantine and how it ends."""
 
-from __future__ import annotations
-
 import pytest
 
 from learner.hub.context.weight_server import WeightHealthTable

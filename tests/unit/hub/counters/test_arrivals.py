@@ -1,13 +1,11 @@
 """What actors deliver is measured before age and filters decide about it; what they spend time on is added up."""
 
-from __future__ import annotations
-
 import pytest
 
 from learner.hub.ledger.tables.filters import zero_std
 from learner.hub.observers.counters import ActorLoads, Arrival, Arrivals
 from streamrl.messages import EVAL_BIT, NUM_FAILED_EPISODES, Group, MemberStatus, Outcome, ReturnReason, Sampling
-from tests.unit.hub.factories import FakeActor, hello_of, make_ledger, member
+from tests.unit.hub.factories import hello_of, joined, make_ledger, member
 
 
 def group(*rewards: float, group_id: int = 0, num_failed: int = 0) -> Group:
@@ -33,8 +31,7 @@ def test_sums_are_over_the_training_trajectories_that_came_through():
 
 def test_groups_with_equal_rewards_are_counted_before_the_filter_drops_them():
     ledger = make_ledger(keep_group=zero_std())
-    actor = FakeActor(ledger, "a")
-    actor.join()
+    actor = joined(ledger, "a")
     for lease, rewards in zip(actor.ask(), [[1.0, 1.0], [0.0, 1.0], [2.0, 2.0]], strict=False):
         assert actor.finish(lease, rewards=rewards).kind == "accepted"
     counts = ledger.counters()

@@ -1,7 +1,5 @@
 """Episodes that fail: the first is reported, a rising share is an alarm, nothing else ends the run."""
 
-from __future__ import annotations
-
 import json
 import time
 
@@ -26,10 +24,9 @@ from streamrl.messages import (
     Sampling,
 )
 from streamrl.run_dirs import LAUNCH_NOTE
-from tests.unit.config.setting_harness import LiveHub, Peer, config_of, tiny_model
-from tests.unit.hub.factories import FakeActor, make_ledger, member
+from tests.unit.config.setting_harness import LiveHub, Peer, config_of
+from tests.unit.hub.factories import FakeActor, member, one_actor
 
-pytestmark = pytest.mark.timeout(60)
 CAUSE = "task broken: ValueError: no answer"
 
 
@@ -111,10 +108,7 @@ def test_an_impossible_count_of_an_actor_is_0(number):
 
 
 def test_leases_that_come_back_for_a_failure_are_counted_apart_from_those_of_lost_actors():
-    ledger = make_ledger(groups_per_batch=1, eta=0, max_attempts=3)
-    actor = FakeActor(ledger, "a1")
-    actor.join()
-    (lease,) = actor.ask()
+    ledger, actor, (lease,) = one_actor(groups_per_batch=1, eta=0, max_attempts=3)
     broken = actor.group(lease, members=(), outcome=Outcome.RETURNED, reason=ReturnReason.ENV_ERROR)
     actor.send(msgspec.structs.replace(broken, stats={NUM_FAILED_EPISODES: 2.0}))
     (again,) = actor.ask()
@@ -126,11 +120,6 @@ def test_leases_that_come_back_for_a_failure_are_counted_apart_from_those_of_los
 
 
 # --- through a real hub ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def fail_everything(hub: LiveHub, peer: Peer, manifest: Manifest, num_groups: int, purpose: Purpose) -> None:

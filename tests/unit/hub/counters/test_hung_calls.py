@@ -1,7 +1,5 @@
 """Environments that do not return: told while they run, and the run stops if none ever returns."""
 
-from __future__ import annotations
-
 from learner.hub.observers.counters import LAST_CHANCE_S, REPEAT_S, HungCalls
 from streamrl.messages import ANSWERED_STEPS, HUNG_CALLS, SLOW_CALLS, SLOWEST_CALL_S
 

@@ -1,7 +1,5 @@
 """A sandbox that isolates nothing is told: once a run on the terminal, in the summary and in the report."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 

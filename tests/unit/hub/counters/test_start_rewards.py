@@ -1,7 +1,5 @@
 """Rewards that teach nothing at the beginning of a run: what the terminal says of them, and when."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from learner.hub.ledger.tables.filters import accuracy_range, zero_std
 from learner.hub.observers.counters import Arrival, Arrivals, all_dropped, all_equal
 from streamrl.messages import VersionRef
-from tests.unit.hub.factories import FakeActor, make_ledger
+from tests.unit.hub.factories import FakeActor, joined, make_ledger
 
 
 def finished(num_groups: int, **dropped: int) -> Counter[str]:
@@ -60,8 +58,7 @@ def test_whether_all_rewards_are_equal_is_known_from_what_arrived(rewards: list[
 @pytest.mark.parametrize(("keep_group", "setting"), [(zero_std(), "zero_std"), (accuracy_range(), "accuracy_range")])
 def test_a_wait_says_how_many_groups_its_filter_dropped_since_the_last_batch(keep_group, setting: str):
     ledger = make_ledger(keep_group=keep_group, groups_per_batch=1, eta=0, window=0, max_lag=0)
-    actor = FakeActor(ledger, "a1", ref=VersionRef(1, 0))
-    actor.join()
+    actor = joined(ledger, "a1", ref=VersionRef(1, 0))
     num = 0
     while num < 3:
         (lease,) = actor.ask()

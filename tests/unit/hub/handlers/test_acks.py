@@ -1,15 +1,11 @@
 """When acks go out: at once for an actor with many groups open, otherwise with the news of the log or after a while."""
 
-from __future__ import annotations
-
 import pytest
 
 from learner.hub.handlers import actors
 from streamrl.messages import Ack, Installed, InstallSource
 from streamrl.messages.codec import Decoder
 from tests.contract.protocol_session import Session, answer_to
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The GPU transports at a real hub over real sockets; the test plays the broadcaster and the actors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -21,11 +19,9 @@ from streamrl.messages import (
     Welcome,
 )
 from streamrl.weights.manifest import DIGEST_FOLD128, check_manifest
+from tests.kit.system import until
 from tests.unit.config.setting_harness import LiveHub, config_of
-from tests.unit.hub.broadcast_harness import ScriptedBroadcaster, until
-
-pytestmark = pytest.mark.timeout(60)
-
+from tests.unit.hub.broadcast_harness import ScriptedBroadcaster
 
 SLOTS = IpcBufferTicket("gpu-7", (b"h" * 64, b"i" * 64), 1 << 20, 10.0)
 

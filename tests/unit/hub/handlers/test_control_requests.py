@@ -1,7 +1,5 @@
 """`streamrl status` and `streamrl drain` at a real hub, with real sockets for the learner and the actors."""
 
-from __future__ import annotations
-
 import json
 import time
 
@@ -14,14 +12,7 @@ from streamrl.errors import ControlError
 from streamrl.messages import HUB_TO_RANK, ActorHeartbeat, ActorState, Drain, EndGroup, Leases, RankBeat, VersionRef
 from streamrl.messages.codec import Decoder, encode
 from streamrl.transport.control import ask
-from tests.unit.config.setting_harness import LiveHub, Peer, config_of, tiny_model
-
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"))
+from tests.unit.config.setting_harness import LiveHub, Peer, config_of
 
 
 @pytest.fixture

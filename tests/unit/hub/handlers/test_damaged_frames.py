@@ -1,7 +1,5 @@
 """A frame of an actor that arrives damaged is answered, so that what was in it comes again at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +11,6 @@ from streamrl.transport.sockets import actor_dealer
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 from tests.unit.hub.factories import FakeActor
 
-pytestmark = pytest.mark.timeout(60)
 KIND = 6
 PLACES = {"magic": 0, "protocol": 4, "kind": KIND, "flags": 7, "digest": 8, "body": PREAMBLE.size + 5}
 

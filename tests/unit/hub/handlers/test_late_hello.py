@@ -1,14 +1,9 @@
 """An actor that asks to join while the hub ends is told so: no process would answer it later."""
 
-from __future__ import annotations
-
-import pytest
 
 from learner.hub.server import HubServer
 from streamrl.messages import Bye, Stop, StopReason
 from tests.unit.config.setting_harness import LiveHub, config_of
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_hello_that_comes_after_the_others_were_stopped_is_answered(tmp_path, monkeypatch):

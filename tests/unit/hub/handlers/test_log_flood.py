@@ -1,7 +1,5 @@
 """A peer that joins and leaves without end: a real hub writes some lines and counts the others."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Two releases that do not speak the same protocol: refused with a reason, never misread."""
 
-from __future__ import annotations
-
 import asyncio
 
 import msgspec
@@ -14,8 +12,6 @@ from streamrl.transport.client import HubClient
 from streamrl.transport.session import ActorSession, LinkClosed
 from streamrl.transport.sockets import actor_dealer
 from tests.unit.config.setting_harness import LiveHub, config_of
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def test_the_hub_answers_an_unregistered_peer_in_that_peers_protocol_with_the_remedy(tmp_path):

@@ -1,10 +1,7 @@
 """A real actor whose engine goes wrong, as its real hub sees it: found, in quarantine, back when a version passes."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from learner.publish.publishing import Prober, probe_tokens
 from streamrl.config.load import from_plain
 from streamrl.transport.client import HubClient
 from streamrl.transport.session import ActorSession, LinkClosed
+from tests.kit.system import until
 from tests.unit.config.setting_harness import VOCAB_SIZE, LiveHub, config_of, tiny_model
 
 pytestmark = pytest.mark.timeout(400)
@@ -58,12 +56,6 @@ class LiveActor:
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.worker.client.events.put_nowait, LinkClosed(0, "the test is over"))
         self._thread.join(timeout=200)
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Look again and again; the test's own time limit ends it."""
-    while not condition():
-        threading.Event().wait(0.01)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Messages of a learner rank that make no sense: refused by name, its rank fails with the cause, the hub goes on."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """A version whose file is gone before the hub serves it, as a learner of many steps a second leaves it."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

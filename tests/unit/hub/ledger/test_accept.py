@@ -1,44 +1,17 @@
 """What becomes of an incoming group: one test a rule."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
-from streamrl.messages import Outcome, RejectReason, ReturnReason, VersionRef
-from tests.unit.hub.factories import FakeActor, held_groups, make_ledger, publish, restart, train
-
-
-def one_actor(**changes: object) -> tuple:
-    ledger = make_ledger(**changes)
-    actor = FakeActor(ledger, "a1")
-    actor.join()
-    return ledger, actor, actor.ask()
-
-
-def test_a_dead_actors_lease_is_reissued_and_the_late_copy_is_dropped():
-    ledger, first, (lease, *_) = one_actor(groups_per_batch=1, eta=0, dead_after_s=3.0)
-    late = first.group(lease)
-    second = FakeActor(ledger, "a2")
-    second.join(3.0)
-
-    effects = ledger.tick(3.0)
-    (again,) = second.ask(3.0)
-
-    assert [(effect.kind, effect.leases) for effect in effects] == [("evict", (lease.ref,))]
-    assert (again.group_id, again.seeds, again.attempt) == (lease.group_id, lease.seeds, lease.attempt + 1)
-    assert second.finish(again, 4.0).kind == "accepted"
-    first.join(5.0)
-    result = first.send(late, 5.0)
-    assert (result.reason, result.strike) == (RejectReason.DUPLICATE, False)
+from streamrl.messages import Outcome, RejectReason, ReturnReason
+from tests.unit.hub.factories import FakeActor, held_groups, joined, make_ledger, one_actor, train
 
 
 def test_the_first_valid_completion_wins_even_if_it_is_the_late_one():
     ledger, first, (lease, *_) = one_actor(groups_per_batch=1, eta=0)
     late = first.group(lease)
     ledger.evict("a1", 1.0)
-    second = FakeActor(ledger, "a2")
-    second.join(1.0)
+    second = joined(ledger, "a2", now=1.0)
     (again,) = second.ask(1.0)
 
     first.join(2.0)
@@ -77,8 +50,7 @@ def test_a_number_beyond_the_window_is_malformed_and_a_strike():
 
 def test_a_group_that_was_never_leased_to_this_actor_is_a_strike():
     ledger, first, leases = one_actor()
-    second = FakeActor(ledger, "a2")
-    second.join()
+    second = joined(ledger, "a2")
 
     stolen = second.finish(leases[0])
     invented = second.finish(msgspec.structs.replace(leases[0], group_id=999))
@@ -107,35 +79,6 @@ def test_tokens_of_versions_outside_this_history_are_refused(versions):
     result = actor.finish(lease, versions=versions)
 
     assert (result.reason, result.strike) == (RejectReason.VERSION, False)
-
-
-def test_tokens_of_a_version_that_is_published_but_not_yet_reported_as_trained_are_welcome():
-    ledger, actor, leases = one_actor()
-    for lease in leases[:2]:
-        actor.finish(lease)
-    ledger.cut_batch(0)
-
-    publish(ledger, VersionRef(1, 1))
-
-    assert actor.finish(leases[2], versions=[(1, 0), (1, 1)]).kind == "accepted"
-
-
-def test_data_beyond_max_lag_is_refused_on_arrival_and_its_group_waits_again():
-    ledger, actor, leases = one_actor(groups_per_batch=1, eta=1, window=1, max_lag=1)
-    old = actor.group(leases[1])
-    actor.finish(leases[0])
-    train(ledger)
-    actor.install(1)
-    (extra,) = actor.ask()
-    actor.finish(extra)
-    train(ledger)  # the extra group overtakes the old one, which the window allows once
-
-    result = actor.send(old)
-
-    assert result.reason is RejectReason.STALE
-    assert "has lag 2 > max_lag 1" in result.detail
-    actor.install(2)
-    assert (leases[1].group_id, 1) in [lease.ref for lease in actor.ask()]
 
 
 def test_missing_members_are_leased_again_alone():
@@ -195,26 +138,11 @@ def test_a_group_deadline_reissues_what_is_overdue():
     assert effects[0].kind == "revoke" and lease.ref in effects[0].leases
 
 
-def test_partial_messages_add_up_and_survive_the_death_of_their_actor():
-    ledger, first, (lease, *_) = one_actor(group_size=3)
-    first.finish(lease, members=[0], outcome=Outcome.PARTIAL)
-    ledger.evict("a1", 1.0)
-    second = FakeActor(ledger, "a2")
-    second.join(1.0)
-
-    again = second.ask(1.0)[0]
-
-    assert (again.ref, again.members) == ((lease.group_id, 1), (1, 2))
-    second.finish(again, 1.0)
-    assert sorted(one.index for one in held_groups(ledger)[0].members) == [0, 1, 2]
-
-
 def test_late_partial_data_call_off_the_attempt_that_would_repeat_them():
     ledger, first, (lease, *_) = one_actor(group_size=3)
     late = first.group(lease, members=[0], outcome=Outcome.PARTIAL)
     ledger.evict("a1", 1.0)
-    second = FakeActor(ledger, "a2", slots=1)
-    second.join(1.0)
+    second = joined(ledger, "a2", slots=1, now=1.0)
     (whole,) = second.ask(1.0)
 
     first.join(2.0)
@@ -262,26 +190,12 @@ def test_a_filtered_group_leaves_capacity_at_once():
     ledger = make_ledger(
         groups_per_batch=1, eta=0, window=0, max_lag=0, keep_group=lambda group: "dull" if group.group_id == 0 else None
     )
-    actor = FakeActor(ledger, "a1")
-    actor.join()
+    actor = joined(ledger)
 
     actor.finish(actor.ask()[0])
 
     assert ledger.counters()["num_groups_filtered"] == ledger.counters()["num_dropped_dull"] == 1
     assert [lease.group_id for lease in actor.ask()] == [1]
-
-
-def test_the_newest_incarnation_wins_and_the_old_one_never_returns():
-    ledger, old, (lease, *_) = one_actor(groups_per_batch=1, eta=0)
-    late = old.group(lease)
-    new = FakeActor(ledger, "a1", incarnation=12)
-
-    assert new.join(1.0).fenced == 11
-
-    assert old.send(late, 1.0).reason is RejectReason.FENCED
-    assert old.join(1.0).stop.exit_code == 3
-    assert [one.ref for one in new.ask(1.0)] == [(lease.group_id, 1)]
-    assert old.beat(1.0) is False
 
 
 @pytest.mark.parametrize(
@@ -351,18 +265,6 @@ def test_data_without_a_link_ask_for_a_hello():
     assert actor.finish(lease, 1.0).kind == "no_link"
 
 
-def test_a_group_trained_and_forgotten_is_a_duplicate_not_a_strike():
-    ledger, actor, leases = one_actor(groups_per_batch=1, eta=0)
-    again = actor.group(leases[0])
-    actor.send(again)
-    train(ledger)
-    ledger.freeze(1), ledger.saved(1)
-
-    repeated = msgspec.structs.replace(again, seq=actor.next_seq)
-
-    assert actor.send(repeated).reason is RejectReason.DUPLICATE
-
-
 def test_an_evaluation_is_scored_once_and_its_delivery_is_durable_at_once():
     ledger, actor, _ = one_actor()
     ledger.evals.request(3, version=0, num_prompts=3, keep=[0, 2, 9])
@@ -372,8 +274,7 @@ def test_an_evaluation_is_scored_once_and_its_delivery_is_durable_at_once():
     again = actor.group(evals[0], rewards=[0.0])
     assert actor.send(again).reason is RejectReason.DUPLICATE
     ledger.evict("a1", 1.0)
-    other = FakeActor(ledger, "a2")
-    other.join(1.0)
+    other = joined(ledger, "a2", now=1.0)
     for lease in other.ask(1.0, free_eval=4):
         if lease.purpose == 1:
             assert lease.attempt == 1
@@ -413,19 +314,3 @@ def test_an_evaluation_item_that_keeps_failing_does_not_hold_the_result_up():
 
     run = ledger.evals.get(3)
     assert (run.done, run.result().num_prompts) == (True, 0)
-
-
-def test_an_actor_that_was_in_the_run_before_may_deliver_what_no_table_knows():
-    ledger = make_ledger(groups_per_batch=1, eta=1)
-    state = ledger.freeze(0)
-    ledger.saved(0)
-    actor = FakeActor(ledger, "a1")
-    actor.join()
-    leases = actor.ask()  # after the checkpoint, so the successor has never heard of these groups
-    groups = [actor.group(lease) for lease in leases]
-
-    actor.ledger = restart(ledger, state)
-    actor.join(0.0)
-
-    assert [actor.send(group).kind for group in groups] == ["accepted", "accepted"]
-    assert train(actor.ledger) == [0]

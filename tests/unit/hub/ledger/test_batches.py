@@ -1,7 +1,5 @@
 """Order of consumption, age at the cut, and the plan over ranks."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -12,7 +10,7 @@ from learner.hub.ledger.plan import plan_batch
 from learner.hub.ledger.tables.filters import accuracy_range, first_of, zero_std
 from learner.hub.ledger.tables.groups import HeldGroup, HeldMember
 from streamrl.messages import VersionRef
-from tests.unit.hub.factories import STEADY, FakeActor, end_batch, make_ledger, train
+from tests.unit.hub.factories import STEADY, end_batch, joined, make_ledger, train
 
 
 def held(group_id: int, *, tokens: int = 10, rewards=(0.0, 1.0), scores=None) -> HeldGroup:
@@ -26,20 +24,9 @@ def held(group_id: int, *, tokens: int = 10, rewards=(0.0, 1.0), scores=None) ->
 # --- the cut --------------------------------------------------------------------------------------------------------
 
 
-def test_batches_follow_dispatch_order_not_completion_order():
-    ledger = make_ledger(groups_per_batch=2, eta=1)
-    actor = FakeActor(ledger, "a1")
-    actor.join()
-    for lease in reversed(actor.ask()):
-        actor.finish(lease)
-
-    assert [group.group_id for group in ledger.cut_batch(0)] == [0, 1]
-
-
 def test_the_window_counts_over_batches_not_inside_one():
     ledger = make_ledger(groups_per_batch=1, eta=3, window=2, max_lag=5)
-    actor = FakeActor(ledger, "a1", slots=8)
-    actor.join()
+    actor = joined(ledger, "a1", slots=8)
     for lease in actor.ask()[1:]:
         actor.finish(lease)
 
@@ -48,28 +35,10 @@ def test_the_window_counts_over_batches_not_inside_one():
     assert "group 0" in ledger.wait_reason(60.0) and "a1 for 60 s" in ledger.wait_reason(60.0)
 
 
-def test_a_group_exactly_at_the_bound_is_trained():
-    ledger = make_ledger(groups_per_batch=1, eta=1, window=1, max_lag=1)
-    actor = FakeActor(ledger, "a1")
-    actor.join()
-    first, second = actor.ask()
-    actor.finish(second)
-    train(ledger)
-    actor.install(1)
-    (third,) = actor.ask()
-    actor.finish(first), actor.finish(third, versions=[(1, 1)])
-
-    assert train(ledger) == [0]
-    assert ledger.counters()["num_groups_stale"] == 0  # lag 1 is exactly the limit
-    assert ledger.counters()["num_lag_violations"] == 0
-
-
 @pytest.mark.parametrize("on_stale", ["reissue", "drop"])
 def test_a_stale_group_never_reaches_a_batch(on_stale):
     ledger = make_ledger(groups_per_batch=1, eta=1, window=2, max_lag=1, on_stale=on_stale)
-    actor = FakeActor(ledger, "a1", slots=1)
-    other = FakeActor(ledger, "a2", slots=8)
-    actor.join(), other.join()
+    actor, other = joined(ledger, "a1", slots=1), joined(ledger, "a2", slots=8)
     (first,) = actor.ask()
     for version in range(2):  # two later groups overtake the first one
         other.install(version)
@@ -89,8 +58,7 @@ def test_a_stale_group_never_reaches_a_batch(on_stale):
 
 def test_masking_trains_the_young_suffix_of_an_old_sequence():
     ledger = make_ledger(groups_per_batch=1, eta=1, window=2, max_lag=1, mode="mask_old_tokens")
-    actor, other = FakeActor(ledger, "a1", slots=1), FakeActor(ledger, "a2", slots=8)
-    actor.join(), other.join()
+    actor, other = joined(ledger, "a1", slots=1), joined(ledger, "a2", slots=8)
     (first,) = actor.ask()
     for version in range(2):
         other.install(version)
@@ -107,8 +75,7 @@ def test_masking_trains_the_young_suffix_of_an_old_sequence():
 
 def test_a_skipped_batch_is_quarantined_and_its_prompts_are_accounted_for():
     ledger = make_ledger(groups_per_batch=2, eta=0, window=0, max_lag=0)
-    actor = FakeActor(ledger, "a1")
-    actor.join()
+    actor = joined(ledger)
     for lease in actor.ask():
         actor.finish(lease)
 
@@ -118,19 +85,6 @@ def test_a_skipped_batch_is_quarantined_and_its_prompts_are_accounted_for():
     assert ledger.counters()["num_dropped_quarantined"] == 2
     assert [lease.group_id for lease in actor.ask()] == [2, 3]
     ledger.check()
-
-
-def test_one_batch_may_be_cut_ahead():
-    ledger = make_ledger(groups_per_batch=1, eta=1)
-    actor = FakeActor(ledger, "a1")
-    actor.join()
-    for lease in actor.ask():
-        actor.finish(lease)
-
-    assert [group.group_id for group in ledger.cut_batch(0)] == [0]
-    assert [group.group_id for group in ledger.cut_batch(1)] == [1]
-    end_batch(ledger, 1), end_batch(ledger, 2)
-    assert ledger.counters()["num_groups_trained"] == 2
 
 
 def test_cutting_or_training_out_of_turn_is_an_error():
@@ -144,8 +98,7 @@ def test_cutting_or_training_out_of_turn_is_an_error():
 def test_the_wait_has_a_name():
     ledger = make_ledger(groups_per_batch=1, eta=0, window=0, max_lag=0)
     assert "no actor is connected" in ledger.wait_reason(0.0)
-    actor = FakeActor(ledger, "a1", ref=VersionRef(1, 0))
-    actor.join()
+    actor = joined(ledger, "a1", ref=VersionRef(1, 0))
     assert "a1 is READY with version 1:0 and 0 free slots" in ledger.wait_reason(0.0)
     (lease,) = actor.ask()
     assert "with actor a1 for 3 s, 0 of 2 members done" in ledger.wait_reason(3.0)

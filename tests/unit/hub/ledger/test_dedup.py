@@ -1,7 +1,5 @@
 """Dedupe tables and acks, against plain sets."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

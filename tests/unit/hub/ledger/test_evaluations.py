@@ -1,7 +1,5 @@
 """Evaluations of several sets, and those whose every answer is made by one version."""
 
-from __future__ import annotations
-
 import pytest
 
 from learner.hub.ledger.ledger import Ledger

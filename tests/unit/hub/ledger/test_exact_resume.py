@@ -1,7 +1,5 @@
 """A run over data files that is killed and resumed trains on the same records in the same order as one that is not."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

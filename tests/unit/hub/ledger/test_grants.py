@@ -1,38 +1,20 @@
 """Who gets a lease, and when not."""
 
-from __future__ import annotations
-
-import pytest
 
 from streamrl.messages import EVAL_BIT, ActorState, ReturnReason, VersionRef
-from tests.unit.hub.factories import FakeActor, make_ledger, settings, train
-
-
-def test_a_trained_batch_frees_exactly_one_batch_of_capacity():
-    ledger = make_ledger(groups_per_batch=2, eta=1)
-    actor = FakeActor(ledger, "a1", slots=10)
-    actor.join()
-    for lease in actor.ask():
-        actor.finish(lease)
-
-    train(ledger)
-    actor.install(1)
-
-    assert [lease.group_id for lease in actor.ask()] == [4, 5]
+from tests.unit.hub.factories import FakeActor, joined, make_ledger, one_actor, train
 
 
 def test_an_actor_without_usable_weights_gets_nothing():
     ledger = make_ledger()
     for ref in (None, VersionRef(1, 5), VersionRef(9, 0)):  # none, the future, an unknown epoch
-        actor = FakeActor(ledger, "a1", ref=ref)
-        actor.join()
+        actor = joined(ledger, "a1", ref=ref)
         assert actor.ask() == []
 
 
 def test_two_hungry_actors_share_what_there_is():
     ledger = make_ledger(groups_per_batch=4, eta=0)
-    first, second = FakeActor(ledger, "a1", slots=8), FakeActor(ledger, "a2", slots=8)
-    first.join(), second.join()
+    first, second = joined(ledger, "a1", slots=8), joined(ledger, "a2", slots=8)
     first.beat(), second.beat()
 
     assert len(ledger.grant("a1", 0.0)) == 2
@@ -40,21 +22,8 @@ def test_two_hungry_actors_share_what_there_is():
     assert len(ledger.grant("a2", 0.0)) == 2
 
 
-def test_a_finished_lease_frees_its_slot_without_a_heartbeat():
-    ledger = make_ledger(groups_per_batch=10)
-    actor = FakeActor(ledger, "a1", slots=1)
-    actor.join()
-
-    actor.finish(actor.ask()[0])
-
-    assert len(ledger.grant("a1", 0.0)) == 1
-
-
 def test_a_revoked_lease_frees_its_slot_only_when_the_actor_says_so():
-    ledger = make_ledger(groups_per_batch=10, lease_ttl_s=10.0)
-    actor = FakeActor(ledger, "a1", slots=1)
-    actor.join()
-    (lease,) = actor.ask()
+    ledger, actor, (lease,) = one_actor(groups_per_batch=10, lease_ttl_s=10.0, slots=1)
 
     actor.beat(9.0, stuck=[lease.ref])
     effects = ledger.tick(10.0)
@@ -79,22 +48,9 @@ def test_seeds_depend_on_run_group_and_member_but_not_on_the_attempt():
     assert len({*one.seeds, *other.seeds}) == 6
 
 
-def test_a_reissued_group_goes_out_before_new_ones():
-    ledger = make_ledger(groups_per_batch=3)
-    first, second = FakeActor(ledger, "a1", slots=2), FakeActor(ledger, "a2", slots=4)
-    first.join()
-    first.ask()
-    ledger.evict("a1", 1.0)
-    second.join(1.0)
-
-    assert [lease.ref for lease in second.ask(1.0)] == [(0, 1), (1, 1), (2, 0), (3, 0)]
-    assert ledger.counters()["num_leases_reissued"] == 2
-
-
 def test_the_run_never_has_more_groups_than_it_will_train():
     ledger = make_ledger(groups_per_batch=2, eta=3, max_lag=4, num_groups_total=4)
-    actor = FakeActor(ledger, "a1", slots=20)
-    actor.join()
+    actor = joined(ledger, "a1", slots=20)
 
     leases = actor.ask()
     actor.hand_back(leases[0], ReturnReason.PROMPT_INVALID)
@@ -111,10 +67,7 @@ def test_the_run_never_has_more_groups_than_it_will_train():
 
 
 def test_a_draining_actor_gets_no_more_leases_and_keeps_those_it_has():
-    ledger = make_ledger(groups_per_batch=2)
-    actor = FakeActor(ledger, "a1", slots=1)
-    actor.join()
-    (lease,) = actor.ask()
+    ledger, actor, (lease,) = one_actor(groups_per_batch=2, slots=1)
 
     ledger.drain("a1", 0.0)
 
@@ -124,8 +77,7 @@ def test_a_draining_actor_gets_no_more_leases_and_keeps_those_it_has():
 
 def test_evaluation_goes_first_and_only_to_actors_that_have_the_version():
     ledger = make_ledger(groups_per_batch=1, eta=0, window=0, max_lag=0)
-    fresh, old = FakeActor(ledger, "fresh"), FakeActor(ledger, "old")
-    fresh.join(), old.join()
+    fresh, old = joined(ledger, "fresh"), joined(ledger, "old")
     fresh.finish(fresh.ask()[0])
     train(ledger)
     fresh.install(1)
@@ -138,19 +90,6 @@ def test_evaluation_goes_first_and_only_to_actors_that_have_the_version():
     assert [lease.group_id for lease in leases[:2]] == [EVAL_BIT | 7 << 32, EVAL_BIT | 7 << 32 | 1]
     assert leases[0].sampling.temperature == 0.0 and leases[0].min_version == VersionRef(1, 1)
     assert leases[1].prompt == b'{"test": 1}'
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (dict(eta=2, max_lag=1), "max_lag=1 is below 2"),
-        (dict(groups_per_batch=0), "groups_per_batch=0"),
-        (dict(window=-1), "window=-1"),
-    ],
-)
-def test_contradictory_settings_are_refused_with_the_number_and_the_reason(changes, words):
-    with pytest.raises(ValueError, match=words):
-        settings(**changes)
 
 
 def test_a_beat_of_an_actor_without_a_link_is_not_taken():
@@ -181,8 +120,7 @@ def test_no_more_actors_are_asked_than_there_are_groups_and_those_that_hold_leas
 
 def test_only_actors_with_something_to_be_told_are_asked_for_acks():
     ledger = make_ledger()
-    busy, idle = FakeActor(ledger, "busy"), FakeActor(ledger, "idle")
-    busy.join(), idle.join()
+    busy, _ = joined(ledger, "busy"), joined(ledger, "idle")
     busy.finish(busy.ask()[0])
 
     assert ledger.acks_due() == ["busy"]

@@ -1,14 +1,12 @@
 """An actor that takes leases and never delivers, but shows progress: others go on, and honest newcomers do as well."""
 
-from __future__ import annotations
-
 import pytest
 
 from learner.hub.ledger.actors import PROBATION, PROBATION_S
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.actor import MAX_LEASES
 from streamrl.messages import RejectReason
-from tests.unit.hub.factories import FakeActor, end_batch, make_ledger, publish, restart, train
+from tests.unit.hub.factories import FakeActor, end_batch, joined, make_ledger, publish, restart, train
 
 GROUP_S = 2.0
 
@@ -16,12 +14,6 @@ GROUP_S = 2.0
 def a_ledger(**changes: object) -> Ledger:
     times = {"lease_ttl_s": 600.0, "dead_after_s": 5.0, "lease_max_s": 900.0}
     return make_ledger(groups_per_batch=4, eta=1, window=4, **times, **changes)
-
-
-def joined(ledger: Ledger, name: str, slots: int = 4, now: float = 0.0) -> FakeActor:
-    actor = FakeActor(ledger, name, slots=slots, incarnation=hash(name) & 0xFFFF | 1)
-    actor.join(now)
-    return actor
 
 
 def steps_in(
@@ -63,7 +55,7 @@ def steps_in(
 @pytest.mark.parametrize("first", [True, False], ids=["alone at first", "together"])
 def test_hoarders_hold_a_run_up_for_their_probation_only(slots: int, num_hoarders: int, first: bool):
     ledger = a_ledger()
-    hoarders = [joined(ledger, f"hoarder-{number}", slots) for number in range(num_hoarders)]
+    hoarders = [joined(ledger, f"hoarder-{number}", slots=slots) for number in range(num_hoarders)]
     for actor in hoarders if first else ():
         actor.ask()
     honest = [joined(ledger, "honest-0"), joined(ledger, "honest-1")]
@@ -101,12 +93,11 @@ def test_one_actor_alone_gets_a_lease_for_every_slot():
 
 def test_a_restarted_process_and_one_that_outlived_the_learner_are_no_new_names():
     ledger = a_ledger()
-    actor, other = joined(ledger, "a1"), joined(ledger, "a2")
+    actor, other = joined(ledger), joined(ledger, "a2")
     for one in (actor, other):
         for lease in one.ask():
             one.finish(lease)
-    again = FakeActor(ledger, "a1", incarnation=99, slots=8)
-    again.join(1.0)
+    again = joined(ledger, "a1", incarnation=99, slots=8, now=1.0)
     train(ledger)
     again.install(1, 1.0)
     assert len(again.ask(1.0)) > 1

@@ -1,7 +1,5 @@
 """What a hostile or broken actor may send, hold and claim: nothing untrainable, nothing without end."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest
@@ -17,22 +15,16 @@ from tests.unit.hub.factories import (
     LIMITS,
     FakeActor,
     held_groups,
+    joined,
     ledger_arguments,
     log_of,
     make_ledger,
     settings,
-    train,
 )
 
 BUDGET = 40
 TTL_S, DEAD_S = 60.0, 5.0
 HUB_LIMITS = msgspec.structs.replace(LIMITS, max_sequences=4, max_trajectory_tokens=BUDGET)
-
-
-def joined(ledger: Ledger, name: str = "a1", slots: int = 4) -> FakeActor:
-    actor = FakeActor(ledger, name, slots=slots)
-    actor.join()
-    return actor
 
 
 def observing(one: Member, num_observed: int) -> Member:
@@ -207,13 +199,3 @@ def test_slots_that_no_hello_could_list_are_not_believed():
         num += len(leases)
 
     assert num == MAX_LEASES
-
-
-def test_a_batch_that_the_learner_sets_aside_frees_its_groups():
-    ledger = make_ledger(groups_per_batch=1)
-    actor = joined(ledger)
-    lease, *_ = actor.ask()
-    actor.finish(lease)
-
-    assert train(ledger, skipped=True) == [lease.group_id]
-    assert ledger.counters()["num_groups_quarantined"] == 1 and ledger.version == 0

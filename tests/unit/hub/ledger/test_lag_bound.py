@@ -4,8 +4,6 @@
 Then the lead moves under way, and the bound that counts is the one at a group's grant.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 
@@ -14,7 +12,7 @@ import pytest
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState
 from streamrl.messages import VersionRef
-from tests.unit.hub.factories import FakeActor, end_batch, make_ledger, publish, settings, train
+from tests.unit.hub.factories import end_batch, joined, make_ledger, one_actor, publish, settings, train
 from tests.unit.hub.simulator import World, derived_bound
 
 CASES = [
@@ -172,10 +170,9 @@ def test_without_the_wait_the_lag_is_not_the_forced_one():
 
 
 def test_a_forced_lag_holds_the_last_batches_back_no_longer_than_there_are_groups_to_come():
-    ledger = make_ledger(groups_per_batch=2, eta=2, force=2, window=0, max_lag=2, num_groups_total=8)
-    actor = FakeActor(ledger, "a1", slots=9)
-    actor.join()
-    leases = actor.ask()
+    ledger, actor, leases = one_actor(
+        groups_per_batch=2, eta=2, force=2, window=0, max_lag=2, num_groups_total=8, slots=9
+    )
     for lease in leases[:-1]:
         actor.finish(lease)
     assert len(leases) == 6 and ledger.cut_batch(0) is None
@@ -248,10 +245,7 @@ def test_judging_by_the_bound_of_today_throws_work_away():
 
 
 def test_raising_the_lead_acts_at_once_and_lowering_it_drains():
-    ledger = make_ledger(groups_per_batch=2, eta=1, window=2, max_lag=2)
-    actor = FakeActor(ledger, "a1", slots=20)
-    actor.join()
-    first = actor.ask()
+    ledger, actor, first = one_actor(groups_per_batch=2, eta=1, window=2, max_lag=2, slots=20)
     ledger.lag.set_bounds(3, 4)
     more = actor.ask()
     ledger.lag.set_bounds(0, 1)
@@ -267,10 +261,7 @@ def test_raising_the_lead_acts_at_once_and_lowering_it_drains():
 
 
 def test_an_actor_is_not_told_to_give_up_groups_that_were_leased_under_a_wider_bound():
-    ledger = make_ledger(groups_per_batch=1, eta=3, window=0, max_lag=3)
-    actor = FakeActor(ledger, "a1", slots=9)
-    actor.join()
-    leases = actor.ask()
+    ledger, actor, leases = one_actor(groups_per_batch=1, eta=3, window=0, max_lag=3, slots=9)
     ledger.lag.set_bounds(0, 0)
     for lease in leases:
         assert ledger.lag.min_useful().version == 0
@@ -294,8 +285,7 @@ def test_under_wait_a_slow_group_is_waited_for_and_trained_at_lag_eta():
     outcomes = {}
     for mode, window in (("wait", 0), ("drop", 4)):
         ledger = make_ledger(groups_per_batch=1, eta=2, window=window, max_lag=2, mode=mode)
-        slow, quick = FakeActor(ledger, "a1", slots=1), FakeActor(ledger, "a2", incarnation=12, slots=8)
-        slow.join(), quick.join()
+        slow, quick = joined(ledger, "a1", slots=1), joined(ledger, "a2", incarnation=12, slots=8)
         (first,) = slow.ask()
         waited = 0
         for version in range(3):

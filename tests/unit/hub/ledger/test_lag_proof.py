@@ -1,21 +1,18 @@
 """The proof of the hard check on age: it finds a trajectory that is too old, and how often it reads whole groups."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
 from learner.hub.ledger.cut import FRAMES_EVERY, LagProof
 from streamrl.messages.codec import Decoder
-from tests.unit.hub.factories import FakeActor, make_ledger, train
+from tests.unit.hub.factories import FakeActor, joined, make_ledger, train
 
 
 def trained_too_old(mode: str) -> float:
     """Violations counted in a batch whose group is three versions old under a bound of one, with L2 switched off."""
     ledger = make_ledger(groups_per_batch=1, eta=1, window=4, max_lag=1, mode=mode)
     ledger.lag.is_stale = lambda record, version, members=None: False  # type: ignore[method-assign]
-    actor, other = FakeActor(ledger, "a1", slots=1), FakeActor(ledger, "a2", slots=8)
-    actor.join(), other.join()
+    actor, other = joined(ledger, "a1", slots=1), joined(ledger, "a2", slots=8)
     (first,) = actor.ask()
     for version in range(3):
         other.install(version)
@@ -37,8 +34,7 @@ def test_a_group_that_is_too_old_is_counted_from_its_frames_and_from_what_was_no
 
 def test_frames_are_believed_more_than_what_was_noted():
     ledger = make_ledger(groups_per_batch=1, eta=1, window=2, max_lag=1)
-    actor = FakeActor(ledger, "a1", slots=8)
-    actor.join()
+    actor = joined(ledger, "a1", slots=8)
     for version in range(2):
         actor.install(version)
         actor.finish(actor.ask()[0])

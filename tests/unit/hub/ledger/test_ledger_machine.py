@@ -3,8 +3,6 @@
 Run one schedule again with STREAMRL_SEED=<the seed that a failure prints>.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from random import Random
@@ -21,7 +19,7 @@ from tests.unit.hub.simulator import FAULTS, MOVES, SHAPES, World
 from tests.unit.hub.survival import check_restored
 
 SEED = int(os.environ.get("STREAMRL_SEED", "20"))
-NUM_WALKS, FEW_WALKS = int(os.environ.get("STREAMRL_NUM_WALKS", "400")), 120
+NUM_WALKS, FEW_WALKS = int(os.environ.get("STREAMRL_NUM_WALKS", "400")), 60
 NAMES = st.sampled_from(["a0", "a1", "a2"])
 
 
@@ -167,14 +165,15 @@ def test_every_promise_holds_on_long_random_walks_that_reach_every_kind_of_troub
     assert not short, f"the walks never got to these often enough: {short}"
 
 
-def test_every_promise_holds_under_any_schedule_and_batches_come_when_everybody_behaves():
+@pytest.mark.parametrize("num_schedules", [40, 100], ids=["few", "many"])
+def test_every_promise_holds_under_any_schedule_and_batches_come_when_everybody_behaves(num_schedules):
     print(f"STREAMRL_SEED={SEED}")
     profile = budget(
-        max_examples=100, stateful_step_count=25, deadline=None, database=None, print_blob=True,
+        max_examples=num_schedules, stateful_step_count=25, deadline=None, database=None, print_blob=True,
         suppress_health_check=list(HealthCheck),
     )
     LedgerMachine.reached.clear()
 
     run_state_machine_as_test(seed(SEED)(LedgerMachine), settings=profile)
 
-    assert LedgerMachine.reached["num_groups_trained"] >= 50
+    assert LedgerMachine.reached["num_groups_trained"] >= num_schedules / 2

@@ -1,13 +1,11 @@
 """A lease that never reached its actor comes back; one that did is left alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from learner.hub.ledger.actors import LOST_AFTER
 from learner.hub.ledger.ledger import Ledger
 from streamrl.messages import RejectReason
-from tests.unit.hub.factories import FakeActor, make_ledger
+from tests.unit.hub.factories import FakeActor, joined, make_ledger
 
 DEAD_S, TTL_S = 2.0, 60.0
 LATE_S = LOST_AFTER * DEAD_S
@@ -16,13 +14,6 @@ LATE_S = LOST_AFTER * DEAD_S
 @pytest.fixture
 def ledger() -> Ledger:
     return make_ledger(dead_after_s=DEAD_S, lease_ttl_s=TTL_S)
-
-
-def joined(ledger: Ledger, name: str = "a1") -> FakeActor:
-    actor = FakeActor(ledger, name)
-    ledger.hello(name, actor.hello(), 0.0)
-    actor.install(0)
-    return actor
 
 
 def beats(actor: FakeActor, ledger: Ledger, until: float, **what) -> list:

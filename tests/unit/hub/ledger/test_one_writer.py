@@ -1,7 +1,5 @@
 """Durable tables change in `apply` alone: what a verb wrote by itself, a restart would lose."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Groups that are not trained on and kept to be read: filtered ones and stale ones, a bounded and fair draw."""
 
-from __future__ import annotations
-
 import pytest
 
 from learner.hub.ledger.state import PassedOver
@@ -10,7 +8,7 @@ from streamrl.messages import Group, GroupOrigin
 from streamrl.messages.actors import TO_HUB
 from streamrl.messages.codec import Decoder
 from streamrl.messages.seeding import draw_key
-from tests.unit.hub.factories import FakeActor, make_ledger, train
+from tests.unit.hub.factories import joined, make_ledger, one_actor, train
 
 
 def fates(ledger) -> dict[int, tuple[str, str, int]]:
@@ -23,15 +21,8 @@ def fates(ledger) -> dict[int, tuple[str, str, int]]:
     return found
 
 
-def joined(**changes):
-    ledger = make_ledger(num_passed_over=4, **changes)
-    actor = FakeActor(ledger, "a1")
-    actor.join()
-    return ledger, actor, actor.ask()
-
-
 def test_a_filtered_group_is_kept_with_its_reason_and_a_trained_one_is_not():
-    ledger, actor, (first, second, *_) = joined(keep_group=zero_std(), groups_per_batch=1, eta=1)
+    ledger, actor, (first, second, *_) = one_actor(num_passed_over=4, keep_group=zero_std(), groups_per_batch=1, eta=1)
 
     actor.finish(first, rewards=[1.0] * len(first.members))
     actor.finish(second)
@@ -45,8 +36,7 @@ def test_a_filtered_group_is_kept_with_its_reason_and_a_trained_one_is_not():
 @pytest.mark.parametrize("when", ["on its way", "while it waits"])
 def test_a_stale_group_is_kept(when, on_stale):
     ledger = make_ledger(groups_per_batch=1, eta=1, window=2, max_lag=1, on_stale=on_stale, num_passed_over=4)
-    actor, other = FakeActor(ledger, "a1", slots=1), FakeActor(ledger, "a2", slots=8)
-    actor.join(), other.join()
+    actor, other = joined(ledger, "a1", slots=1), joined(ledger, "a2", slots=8)
     (first,) = actor.ask()
     for version in range(2):  # two later groups overtake the first one
         other.install(version)
@@ -66,7 +56,7 @@ def test_a_stale_group_is_kept(when, on_stale):
 
 
 def test_the_groups_of_a_skipped_step_are_not_kept_twice():
-    ledger, actor, leases = joined(groups_per_batch=1)
+    ledger, actor, leases = one_actor(num_passed_over=4, groups_per_batch=1)
     actor.finish(leases[0])
     train(ledger, skipped=True)
 

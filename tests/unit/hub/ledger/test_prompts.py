@@ -1,7 +1,5 @@
 """The order of prompts: a permutation a pass, computed and resumable."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Records that cannot be leased: passed over without a lease, and a run that has no others ends and says why."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +14,7 @@ from streamrl.errors import DataChangedError, TaskError
 from streamrl.messages import TO_ACTOR, Lease, Leases, Limits, Sampling, VersionRef
 from streamrl.messages.actors import MAX_RECORD_BYTES
 from streamrl.messages.codec import Decoder, encode
-from tests.unit.hub.factories import STEADY, FakeActor, ledger_arguments, publish, settings, train
+from tests.unit.hub.factories import STEADY, joined, ledger_arguments, publish, settings, train
 
 
 def ledger_of(num_records: int, record: Callable[[int], bytes], **changes: object) -> Ledger:
@@ -36,8 +34,7 @@ def test_bad_records_cost_no_lease_and_the_good_ones_come_in_order(broken: set[i
     ledger = ledger_of(10, lambda index: bad(index) if index in broken else b"%d" % index)
     told: list[str] = []
     ledger.prompts.tell = told.append
-    actor = FakeActor(ledger, "a1", slots=4)
-    actor.join()
+    actor = joined(ledger, "a1", slots=4)
     seen: list[int] = []
     while len(seen) < 20:
         for lease in actor.ask():
@@ -59,8 +56,7 @@ def test_a_pass_without_a_good_record_ends_the_run_and_says_why(num_good: int, n
     reads = iter(range(num_good))
     num_records = 2 * MAX_PASSED_OVER + 5
     ledger = ledger_of(num_records, lambda index: b"{}" if next(reads, None) is not None else bad(index))
-    actor = FakeActor(ledger, "a1")
-    actor.join()
+    actor = joined(ledger)
     actor.beat()
     num_leases = num_grants = 0
     while not ledger.prompts.fatal:
@@ -82,8 +78,7 @@ def test_a_file_that_was_changed_ends_the_run_at_once():
         return b"{}"
 
     ledger = ledger_of(1000, record)
-    actor = FakeActor(ledger, "a1", slots=6)
-    actor.join()
+    actor = joined(ledger, "a1", slots=6)
 
     assert len(actor.ask()) == 3
     assert ledger.prompts.fatal == "the run stops: train.jsonl, record 4: the file was changed while the run used it"

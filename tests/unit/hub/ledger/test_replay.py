@@ -1,7 +1,5 @@
 """Logs that end anywhere or lack a record. `test_ledger_machine` compares what whole logs give, after every step."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest
@@ -10,7 +8,7 @@ from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.groups import GroupState
 from streamrl.errors import CheckpointError
 from streamrl.stream.records import BatchCut, GroupArrived, GroupMoved, StepTaken
-from tests.unit.hub.factories import FakeActor, ledger_arguments, log_of, make_ledger, publish, restart, settings, train
+from tests.unit.hub.factories import ledger_arguments, log_of, one_actor, restart, settings, train
 from tests.unit.hub.ledger.test_ledger_machine import SEED, random_settings
 from tests.unit.hub.simulator import MOVES, SHAPES, World
 from tests.unit.hub.survival import difference, durable_state, restored
@@ -76,20 +74,12 @@ def test_a_log_that_lacks_one_batch_or_one_step_is_refused_or_gives_another_ledg
 # --- single cases -----------------------------------------------------------------------------------------------------
 
 
-def started(**changes: object) -> tuple[Ledger, FakeActor, list]:
-    ledger = make_ledger(**{"groups_per_batch": 1, "eta": 1, **changes})
-    publish(ledger, ledger.versions.ref)
-    actor = FakeActor(ledger, "a1")
-    actor.join()
-    return ledger, actor, actor.ask()
-
-
 def again(ledger: Ledger, upto: int | None = None) -> Ledger:
     return restart(ledger, None, upto=log_of(ledger)[-1][0] if upto is None else upto, equal=True, publishes=False)
 
 
 def test_a_group_whose_last_member_came_with_the_last_record_is_held():
-    ledger, actor, (lease, *_) = started()
+    ledger, actor, (lease, *_) = one_actor(groups_per_batch=1, eta=1)
     actor.finish(lease)
     (arrival,) = [sequence for sequence, record in log_of(ledger) if isinstance(record, GroupArrived)]
 
@@ -103,7 +93,7 @@ def test_a_group_whose_last_member_came_with_the_last_record_is_held():
 
 def test_a_refused_group_is_remembered_by_its_digest_alone_unless_its_frame_is_asked_for():
     for keeps in (False, True):
-        ledger, actor, leases = started(eta=1, window=0, max_lag=1, keep_refused=keeps)
+        ledger, actor, leases = one_actor(groups_per_batch=1, eta=1, window=0, max_lag=1, keep_refused=keeps)
         late = actor.group(leases[1], versions=[(1, 0)])
         for lease in (leases[0],):
             actor.finish(lease)
@@ -117,7 +107,7 @@ def test_a_refused_group_is_remembered_by_its_digest_alone_unless_its_frame_is_a
 
 
 def test_a_log_of_other_groups_is_refused_with_the_number_of_its_record():
-    ledger, actor, leases = started()
+    ledger, actor, leases = one_actor(groups_per_batch=1, eta=1)
     actor.finish(leases[0])
     train(ledger)
     log = [one for one in log_of(ledger) if not isinstance(one[1], GroupArrived)]

@@ -1,7 +1,5 @@
 """What a crash may cost, and what it may not."""
 
-from __future__ import annotations
-
 import pytest
 
 from learner.hub.ledger.ledger import Ledger
@@ -13,40 +11,15 @@ from tests.unit.hub.factories import (
     ledger_arguments,
     log_of,
     make_ledger,
-    publish,
+    one_actor,
     restart,
     settings,
-    sync,
     train,
 )
 
 
-def started(**changes: object) -> tuple:
-    ledger = make_ledger(**{"groups_per_batch": 1, "eta": 1, **changes})
-    actor = FakeActor(ledger, "a1")
-    actor.join()
-    return ledger, actor, actor.ask()
-
-
-def test_durable_means_that_the_record_is_on_the_disk_and_nothing_else_does():
-    ledger, actor, leases = started()
-    actor.finish(leases[0])
-    on_disk = log_of(ledger)[-1][0]
-    actor.finish(leases[1])
-    train(ledger)
-    ledger.freeze(1), ledger.saved(1)
-
-    assert actor.take_acks()[0].durable_upto == 0 and len(actor.outbox) == 2
-    ledger.logged(on_disk)
-
-    assert actor.take_acks()[0].durable_upto == 1
-    assert list(actor.outbox) == [2]
-    sync(ledger)
-    assert actor.take_acks()[0].durable_upto == 2 and actor.outbox == {}
-
-
 def test_a_group_is_durable_with_its_own_record_and_not_with_the_one_before():
-    ledger, actor, leases = started()
+    ledger, actor, leases = one_actor(groups_per_batch=1, eta=1)
     before = log_of(ledger)[-1][0]
     actor.finish(leases[0])
     (arrival,) = [sequence for sequence, record in log_of(ledger) if isinstance(record, GroupArrived)]
@@ -60,23 +33,8 @@ def test_a_group_is_durable_with_its_own_record_and_not_with_the_one_before():
     assert actor.take_acks()[0].durable_upto == 1
 
 
-def test_a_checkpoint_that_failed_is_covered_by_the_next_one():
-    ledger, actor, leases = started()
-    actor.finish(leases[0])
-    train(ledger)
-    ledger.freeze(1)  # never saved
-    actor.finish(leases[1])
-    train(ledger)
-
-    ledger.freeze(2), ledger.saved(2)
-
-    assert ledger.groups.done_below == 2 and ledger.groups.settled == {}
-    with pytest.raises(ValueError, match="never frozen"):
-        ledger.saved(1)
-
-
 def test_tokens_of_a_dead_branch_are_refused_and_the_lineage_says_why():
-    ledger, actor, leases = started()
+    ledger, actor, leases = one_actor(groups_per_batch=1, eta=1)
     state = ledger.freeze(0)
     actor.finish(leases[0])
     actor.outbox.clear()  # the log had it
@@ -95,30 +53,8 @@ def test_tokens_of_a_dead_branch_are_refused_and_the_lineage_says_why():
     assert actor.ask() != []
 
 
-def test_a_version_that_was_published_but_not_in_the_checkpoint_is_a_dead_branch():
-    ledger, actor, leases = started()
-    actor.finish(leases[0])
-    ledger.cut_batch(0)
-    publish(ledger, VersionRef(1, 1))
-
-    successor = restart(ledger, ledger.freeze(0))
-
-    assert ledger.versions.known(1, 1) and not successor.versions.known(1, 1)
-    assert successor.versions.known(1, 0) and successor.versions.known(2, 0)
-
-
-def test_an_actor_that_holds_surviving_weights_goes_on_under_their_old_name():
-    ledger, actor, leases = started()
-    ledger = actor.ledger = restart(ledger, ledger.freeze(0))
-
-    actor.join()
-
-    assert actor.ref == VersionRef(1, 0)
-    assert actor.finish(leases[0]).kind == "accepted"
-
-
 def test_leases_wait_a_moment_for_their_actors_then_go_to_others():
-    ledger, actor, leases = started(dead_after_s=3.0)
+    ledger, actor, leases = one_actor(groups_per_batch=1, eta=1, dead_after_s=3.0)
     successor = restart(ledger, ledger.freeze(0))
     other = FakeActor(successor, "a2", ref=VersionRef(2, 0))
 
@@ -132,7 +68,7 @@ def test_leases_wait_a_moment_for_their_actors_then_go_to_others():
 
 
 def test_leases_wait_while_actors_of_the_run_before_come_back_one_after_another_but_not_forever():
-    ledger, first, _ = started(dead_after_s=3.0)
+    ledger, first, _ = one_actor(groups_per_batch=1, eta=1, dead_after_s=3.0)
     others = [FakeActor(ledger, f"b{number}") for number in range(9)]
     for one in others:
         one.join()
@@ -156,7 +92,7 @@ def test_leases_wait_while_actors_of_the_run_before_come_back_one_after_another_
 
 
 def test_groups_that_an_actor_still_has_to_send_are_not_leased_to_it_again():
-    ledger, actor, leases = started(dead_after_s=3.0)
+    ledger, actor, leases = one_actor(groups_per_batch=1, eta=1, dead_after_s=3.0)
     state = ledger.freeze(0)
     sent = [actor.group(lease) for lease in leases]
     actor.leases.clear()  # it has finished them
@@ -170,7 +106,7 @@ def test_groups_that_an_actor_still_has_to_send_are_not_leased_to_it_again():
 
 
 def test_an_actor_that_returns_in_time_keeps_its_leases():
-    ledger, actor, leases = started()
+    ledger, actor, leases = one_actor(groups_per_batch=1, eta=1)
 
     actor.ledger = restart(ledger, ledger.freeze(0))
     result = actor.join()
@@ -180,7 +116,7 @@ def test_an_actor_that_returns_in_time_keeps_its_leases():
 
 
 def test_everything_saved_is_forgotten_so_the_tables_stay_small():
-    ledger, actor, leases = started()
+    ledger, actor, leases = one_actor(groups_per_batch=1, eta=1)
     for _ in range(50):
         for lease in leases:
             actor.finish(lease)
@@ -192,21 +128,6 @@ def test_everything_saved_is_forgotten_so_the_tables_stay_small():
 
     assert ledger.groups.done_below == 50 and len(ledger.groups.settled) == 0
     assert len(ledger.freeze(50)) < 4000
-
-
-def test_a_lower_eta_after_a_restart_draws_nothing_until_the_lead_is_used_up():
-    ledger, actor, leases = started(groups_per_batch=1, eta=1)
-    arguments = ledger_arguments(learner_epoch=2)
-    successor = Ledger.restore(
-        ledger.freeze(0), settings(groups_per_batch=1, eta=0, window=0, max_lag=0), **arguments
-    )
-    actor.ledger = successor
-    successor.versions.published(VersionRef(2, 0))
-
-    actor.join()
-    successor.check()
-
-    assert actor.ask() == []
 
 
 @pytest.mark.parametrize(
@@ -225,6 +146,10 @@ def test_bytes_that_are_no_ledger_are_refused():
         Ledger.restore(b"\x93\x01\x02", settings(), **ledger_arguments(learner_epoch=2))
 
 
-def test_freezing_at_another_version_is_an_error():
+def test_freezing_at_another_version_or_saving_what_was_not_frozen_is_an_error():
+    ledger = make_ledger()
     with pytest.raises(ValueError, match="the ledger is at version 0"):
-        make_ledger().freeze(3)
+        ledger.freeze(3)
+    ledger.freeze(0)
+    with pytest.raises(ValueError, match="never frozen"):
+        ledger.saved(1)

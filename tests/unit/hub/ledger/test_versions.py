@@ -1,7 +1,5 @@
 """Which weights exist on this history."""
 
-from __future__ import annotations
-
 import pytest
 
 from learner.hub.ledger.tables.versions import Versions, cut_lineage

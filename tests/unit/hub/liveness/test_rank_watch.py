@@ -1,7 +1,5 @@
 """The watchdog of the learner's process group: whom it names, what it waits for, and when it says nothing."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Whose data are not believed: liars by name."""
 
-from __future__ import annotations
-
 import math
 import time
 
@@ -17,7 +15,6 @@ from streamrl.messages import EVAL_BIT, Agreement, Group, Outcome, ReturnReason,
 from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
 from tests.unit.hub.factories import FakeActor, end_batch, held_groups, hello_of, make_ledger, member, train
 
-pytestmark = pytest.mark.timeout(60)
 LIMIT = 8.0
 NAMES = ("a", "b", "c", "d")
 

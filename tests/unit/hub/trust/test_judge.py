@@ -1,7 +1,5 @@
 """Outliers among actors: those of a slow transcription, and honest actors never."""
 
-from __future__ import annotations
-
 import math
 import statistics
 
@@ -10,7 +8,6 @@ import pytest
 
 from learner.hub.observers.trust import NUM_KEPT, NUM_LEAST, Outlier, Recent, judge, median_of_others
 
-pytestmark = pytest.mark.timeout(60)
 LIMIT = 8.0
 
 

@@ -1,7 +1,5 @@
 """Estimators in the learner: what each setting does to the advantage of a token; no split of the batch matters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -10,13 +8,11 @@ import torch
 
 from learner.data.packing import pack
 from learner.objective.loss import estimated_advantages, segment_ids
-from learner.objective.objective import Objective
 from learner.objective.token_batch import PassOutputs
 from streamrl import algorithms
 from streamrl.config.schema import AdvantageConfig, Discount, LossConfig, Segment
 from streamrl.errors import ConfigError
-from tests.unit.learner.learner_factories import batch, plan_of, trajectory
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import OneBatch, batch, make_objective, plan_of, trajectory
 
 VERSION = 5
 PLAIN = LossConfig(surrogate="tis", veto_low=None, veto_high=None)
@@ -39,7 +35,7 @@ def spread(micro, per_row):
 
 def advantages_of(rows, advantage, *, loss=PLAIN, max_tokens=10_000, seed=0, drift=0.4):
     """Row -> (advantages, targets) of its action tokens, as the loss would use them."""
-    made = Objective(advantage, loss, max_new_tokens=16, max_lag=4)
+    made = make_objective(advantage, loss)
     policy, values, ends, norms = drifted(rows, seed, drift)
     one = OneBatch(made, rows, plan_of(rows), version=VERSION)
     micros = pack(rows, max_tokens, bootstrap=made.has_critic)
@@ -134,9 +130,7 @@ def test_an_answer_that_was_cut_and_judged_has_the_advantage_of_a_wrong_one():
                 reward=reward, truncated=cut, judged=judged)
         for row, (reward, cut, judged) in zip(batch(1, 4), cases, strict=True)
     ]
-    made = Objective(
-        AdvantageConfig(estimator="gae", baseline="none", lam=1.0), PLAIN, max_new_tokens=16, max_lag=4
-    )
+    made = make_objective(AdvantageConfig(estimator="gae", baseline="none", lam=1.0), PLAIN)
     one = OneBatch(made, rows, plan_of(rows), version=VERSION)
     (micro,) = pack(rows, 10_000, bootstrap=True)
     constant = torch.where(micro.mask, 0.25, 0.0)
@@ -289,7 +283,7 @@ def test_rho_bar_can_follow_the_effective_sample_size():
 )
 def test_a_setting_that_the_estimator_does_not_read_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        Objective(AdvantageConfig(**settings), PLAIN, max_new_tokens=16, max_lag=4)
+        make_objective(AdvantageConfig(**settings), PLAIN)
 
 
 @pytest.mark.parametrize("discount", list(Discount))

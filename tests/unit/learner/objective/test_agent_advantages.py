@@ -1,7 +1,5 @@
 """`advantage.by=agent`: each agent's rewards against those of the same agent in its group, token by token."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from learner.data.trajectories import read_groups
-from learner.objective.objective import Objective
 from learner.objective.plan import BatchPlan
 from learner.objective.regularizers import LossWeights, Regularizers
 from learner.ranks.mesh import Ranks
@@ -20,9 +17,9 @@ from streamrl.config.schema import AdvantageBy, AdvantageConfig, ConstraintConfi
 from streamrl.errors import ConfigError
 from streamrl.messages import Group, Outcome, ReturnReason, Sampling
 from streamrl.messages.codec import encode
+from tests.kit.learning import make_objective, plan_of, trajectory
 from tests.unit.actors.test_several_agents import AgentLoop, play, two
 from tests.unit.envs.adapters.test_interaction_loops import member_of
-from tests.unit.learner.learner_factories import plan_of, trajectory
 from tests.unit.learner.objective.test_advantages import advantages_of
 
 NAMES = ("solver", "critic", "judge")
@@ -99,7 +96,7 @@ def test_one_agent_alone_has_the_advantages_of_trajectories():
 
 def test_ranks_that_hold_a_group_each_agree_with_one_rank_that_holds_all():
     rows, settings = rows_of(3), AdvantageConfig(by=AdvantageBy.agent, scale="batch_std")
-    objective = Objective(settings, LossConfig(), max_new_tokens=16, max_lag=4)
+    objective = make_objective(settings, LossConfig())
     whole = BatchPlan.from_batch(objective, rows, plan_of(rows), version=5, ranks=Ranks()).row_advantages.turns
 
     world = 2
@@ -151,13 +148,13 @@ def test_agents_arrive_with_the_frames_of_an_actor():
 ])
 def test_estimators_and_baselines_that_know_no_agents_are_refused(settings, says):
     with pytest.raises(ConfigError, match=says):
-        Objective(AdvantageConfig(by=AdvantageBy.agent, **settings), LossConfig(), max_new_tokens=16, max_lag=4)
+        make_objective(AdvantageConfig(by=AdvantageBy.agent, **settings), LossConfig())
 
 
 def test_what_changes_the_reward_of_whole_trajectories_is_refused():
     loss, kl, constraint = LossConfig(), KlConfig(mode="reward_k1"), ConstraintConfig()
     shaped = Regularizers(kl, constraint, loss, LossWeights(kl, EntropyConfig(), constraint, loss))
     with pytest.raises(ConfigError, match="KL in the reward"):
-        Objective(AdvantageConfig(by=AdvantageBy.agent), loss, max_new_tokens=16, max_lag=4, regularizers=shaped)
+        make_objective(AdvantageConfig(by=AdvantageBy.agent), loss, regularizers=shaped)
     with pytest.raises(ConfigError, match="advantage.by=agent set it to false"):
         load_config(["advantage.by=agent", "filter.zero_std=true"])

@@ -1,7 +1,5 @@
 """On-policy distillation: advantages against literal ones, what each setting changes, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -18,18 +16,14 @@ from learner.model.policy import load_policy
 from learner.model.teacher import check_teacher, load_teacher
 from learner.model.tiny import make_tiny_model
 from learner.objective.loss import policy_term, shaped_advantages
-from learner.objective.objective import Objective
-from learner.objective.regularizers import LossWeights, Regularizers
 from learner.objective.token_batch import TEACHER
 from learner.ranks.mesh import Ranks
 from learner.setup.preflight import check_losses, check_models
 from streamrl.api.trainer import recorded_group
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
-from tests.unit.learner.learner_factories import batch, plan_of, tiny_checkpoint
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import OneBatch, batch, make_objective, plan_of, tiny_checkpoint
 
-pytestmark = pytest.mark.timeout(120)
 LETTERS = "abcdefgh"
 
 
@@ -59,11 +53,7 @@ def scored(models, *words: str):
     """The advantages and losses of one micro-batch in a run with these settings, and what they were made of."""
     student, teacher = models
     config = load_config(["algorithm=distill", f"distill.teacher={teacher}", f"policy.model_path={student}", *words])
-    controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss)
-    objective = Objective(
-        config.advantage, config.loss, max_new_tokens=16, max_lag=4,
-        regularizers=Regularizers(config.kl, config.constraint, config.loss, controls, config.distill),
-    )
+    objective = make_objective(config=config)
     policy, rows = load_policy(student).double(), rows_of()
     one = OneBatch(objective, rows, plan_of(rows))
     (micro,) = pack(rows, 10_000)

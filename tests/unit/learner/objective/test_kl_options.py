@@ -1,7 +1,5 @@
 """Settings of KL, entropy and constraints that cannot work, or would do nothing, are refused by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from learner.objective.options import check_regularizers

@@ -1,8 +1,7 @@
 """KL, entropy and constraints in training steps of a small model: each setting pulls the way it says."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,19 +13,16 @@ from learner.model.gradients import optimizer_step
 from learner.model.networks import FrozenPolicy, load_reference, sync_if_due
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import Policy, load_policy
-from learner.objective.objective import Objective
 from learner.objective.options import needs_reference
-from learner.objective.regularizers import LossWeights, Regularizers
+from learner.objective.regularizers import LossWeights
 from learner.objective.token_batch import PassOutputs
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import kl_estimate
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.schema import AdvantageConfig, OptimizerConfig
 from streamrl.errors import ConfigError
-from tests.unit.learner.learner_factories import batch, plan_of, tiny_checkpoint
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import OneBatch, batch, make_objective, plan_of, tiny_checkpoint
 
-pytestmark = pytest.mark.timeout(120)
 ALONE = Ranks()
 PLAIN = ("advantage.estimator=group", "loss.surrogate=tis", "loss.veto_low=null", "loss.veto_high=null")
 BASE = to_plain(load_config(["experiment=quickstart", *PLAIN]))
@@ -40,11 +36,7 @@ START = 5  # the version whose tokens the samples are
 def test_the_recipe_of_trajectory_balance_has_the_slope_of_its_squared_error(start):
     """float64 autograd of `coef/2 (log Z + log pi - log pi_ref - R/coef)^2`, log Z of the group held fixed."""
     config = load_config(["algorithm=trajectory_balance", "policy.model_path=none", "kl.coef=0.05"])
-    controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss)
-    made = Objective(
-        config.advantage, config.loss, max_new_tokens=16, max_lag=4,
-        regularizers=Regularizers(config.kl, config.constraint, config.loss, controls),
-    )
+    made = make_objective(config=config)
     rows = sampled_rows(start, lag=2)
     generator = torch.Generator().manual_seed(0)
     leaves = [
@@ -107,21 +99,23 @@ def sampled_rows(policy, num_groups=3, group_size=4, lag=0) -> list:
     return fresh
 
 
+@cache
+def rows_of_model(model_dir) -> list:
+    return sampled_rows(load_policy(model_dir))
+
+
+@cache
 def train(
     model_dir, *words, num_steps=6, max_tokens=10_000, lr=5e-4, before=None, first=0, max_lag=4, reference_of=None
 ) -> StepDone:
-    """Steps on one batch, wired as the learner wires them."""
+    """Steps on one batch, wired as the learner wires them; the same words give the same object."""
     config = from_plain(BASE, words)
-    policy = load_policy(model_dir)
-    rows = sampled_rows(policy)
+    policy, rows = load_policy(model_dir), rows_of_model(model_dir)
     controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss, num_steps=first)
     reference = None
     if needs_reference(config.kl, config.constraint):
         reference = load_reference(config.reference, reference_of or model_dir, policy, ALONE, passes={})
-    regularizers = Regularizers(config.kl, config.constraint, config.loss, controls)
-    objective = Objective(
-        config.advantage, config.loss, max_new_tokens=16, max_lag=max_lag, regularizers=regularizers
-    )
+    objective = make_objective(config=config, controls=controls, max_lag=max_lag)
     made = StepDone(policy, controls, reference, rows)
     optimizer = make_optimizer(policy, OptimizerConfig(lr=lr))
     if before is not None:
@@ -201,20 +195,16 @@ def test_no_split_into_micro_batches_changes_a_step_with_kl(model_dir, mode, est
     whole, split = (train(model_dir, *words, num_steps=3, max_tokens=most) for most in (10_000, 40))
 
     for mine, theirs in zip(whole.metrics, split.metrics, strict=True):
-        assert mine.pop("policy/num_microbatches") == 1 < theirs.pop("policy/num_microbatches")
+        assert mine["policy/num_microbatches"] == 1 < theirs["policy/num_microbatches"]
+        theirs = {**theirs, "policy/num_microbatches": 1}
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
 def kl_gradient(*words) -> torch.Tensor:
     """What a KL term adds to the gradient in the log-probs of tokens whose ratio pi/mu is e^2, x being 1 nat."""
     config, rows = from_plain(BASE, words), batch(2, 2)
-    controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss)
-    regularizers = Regularizers(config.kl, config.constraint, config.loss, controls)
     gradients = []
-    for pulls in (regularizers, None):
-        objective = Objective(
-            config.advantage, config.loss, max_new_tokens=16, max_lag=4, regularizers=pulls
-        )
+    for objective in (make_objective(config=config), make_objective(config.advantage, config.loss)):
         one = OneBatch(objective, rows, plan_of(rows), version=START)
         (micro,) = pack(rows, 10_000)
         logprobs = (micro.behavior_logprobs[micro.mask] + 2).requires_grad_()
@@ -262,11 +252,7 @@ def test_each_kind_has_the_gradient_of_its_formula(kind, slope):
 
 def test_a_kl_in_the_reward_comes_off_each_score_before_the_baseline():
     config, rows = from_plain(BASE, ["kl.mode=reward_k1", "kl.coef=0.5"]), batch(2, 2)
-    controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss)
-    objective = Objective(
-        config.advantage, config.loss, max_new_tokens=16, max_lag=4,
-        regularizers=Regularizers(config.kl, config.constraint, config.loss, controls),
-    )
+    objective = make_objective(config=config)
     one = OneBatch(objective, rows, plan_of(rows), version=START)
     gradients = [torch.empty(0)] * len(rows)
     observed = [pack([row], 10_000)[0] for row in rows]
@@ -290,12 +276,7 @@ def test_a_kl_in_the_reward_comes_off_each_score_before_the_baseline():
 def test_a_kl_in_the_reward_comes_off_each_tokens_reward_where_estimators_look_ahead(estimator):
     """At pi = mu and values of zero the advantage is the return: the KL of this token and of all after it is off."""
     config, rows = from_plain(BASE, ["kl.mode=reward_k1", "kl.coef=0.5"]), batch(2, 2)
-    advantage = AdvantageConfig(estimator=estimator, baseline="none")
-    controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss)
-    objective = Objective(
-        advantage, config.loss, max_new_tokens=16, max_lag=4,
-        regularizers=Regularizers(config.kl, config.constraint, config.loss, controls),
-    )
+    objective = make_objective(AdvantageConfig(estimator=estimator, baseline="none"), config=config)
     one = OneBatch(objective, rows, plan_of(rows), version=START)
     (micro,) = pack(rows, 10_000)
     recorded, zeros = micro.behavior_logprobs, torch.zeros_like(micro.behavior_logprobs)
@@ -315,11 +296,7 @@ def test_a_kl_in_the_reward_comes_off_each_tokens_reward_where_estimators_look_a
 
 def test_tokens_that_a_veto_removed_do_not_count_in_the_measured_kl():
     config, rows = from_plain(BASE, [K2, "loss.veto_high=50"]), batch(2, 2)
-    controls = LossWeights(config.kl, config.entropy, config.constraint, config.loss)
-    objective = Objective(
-        config.advantage, config.loss, max_new_tokens=16, max_lag=4,
-        regularizers=Regularizers(config.kl, config.constraint, config.loss, controls),
-    )
+    objective = make_objective(config=config)
     one = OneBatch(objective, rows, plan_of(rows), version=START)
     (micro,) = pack(rows, 10_000)
     policy = micro.behavior_logprobs.clone()

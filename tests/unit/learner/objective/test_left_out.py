@@ -1,7 +1,5 @@
 """Trajectories that cannot move a parameter get no pass, and nothing else changes."""
 
-from __future__ import annotations
-
 import sys
 import types
 from dataclasses import replace
@@ -22,9 +20,8 @@ from streamrl.algorithms import Correction, CorrectionSpec, find_surrogate
 from streamrl.algorithms.registry import SURROGATE_ENTRIES
 from streamrl.algorithms.types import TokenLoss
 from streamrl.config.schema import AdvantageConfig, ConstraintConfig, EntropyConfig, KlConfig, LossConfig
+from tests.kit.learning import OneBatch, batch, plan_of
 from tests.unit.config.setting_harness import config_of
-from tests.unit.learner.learner_factories import batch, plan_of
-from tests.unit.learner.one_batch import OneBatch
 
 VERSION = 5
 GROUP = AdvantageConfig(estimator="group")
@@ -77,8 +74,7 @@ def test_loss_gradients_and_what_needs_no_pass_are_the_same_with_fewer_tokens(ch
     less, gradients, fewer_stats, fewer_tokens = trained(policy, made(True, loss=loss), rows)
 
     assert less == pytest.approx(whole, abs=1e-6)
-    for mine, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(gradients, expected, atol=1e-6, rtol=1e-5)
     idle = sum(row.num_action_tokens for row in rows if row.group_id in (1, 3))
     share = idle / sum(row.num_action_tokens for row in rows)
     assert fewer_tokens < 0.8 * num_tokens
@@ -94,8 +90,7 @@ def test_where_a_control_reads_ratios_they_are_measured_without_a_backward_pass(
     less, gradients, same_stats, fewer_tokens = trained(policy, made(LeaveOut.BACKWARD), rows)
 
     assert less == pytest.approx(whole, abs=1e-6)
-    for mine, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(gradients, expected, atol=1e-6, rtol=1e-5)
     assert fewer_tokens < 0.8 * num_tokens
     of_micro_batches = "policy/num_microbatches"
     assert stats.pop(of_micro_batches) <= same_stats.pop(of_micro_batches)
@@ -121,8 +116,7 @@ def test_cut_and_over_old_trajectories_are_left_out_too(checkpoints):
     assert set(places) == set(range(len(rows))) - gone and len(every) == len(rows)
     assert any(row.truncated and row.group_id in (0, 2) for row in rows), "the batch shows nothing otherwise"
     assert less == pytest.approx(whole, abs=1e-6)
-    for mine, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(gradients, expected, atol=1e-6, rtol=1e-5)
     assert abs(stats["advantage/mean"]) > 1e-3, "the batch shows nothing otherwise"
     lags = ("keep/lag", "lag/token", "lag/token_mean", "lag/head", "lag/queue", "lag/token_max")
     for key in ("advantage/mean", "advantage/std", *lags):

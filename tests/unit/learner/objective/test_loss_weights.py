@@ -1,7 +1,5 @@
 """Weights that move: each controller goes the right way, every knob counts, and a restart changes nothing."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Guards, corrections and anchors: which tokens they take out, which weights they put in, and on whose ratio."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,15 +13,14 @@ from learner.model.gradients import BatchResult, StepResult
 from learner.model.networks import FrozenPolicy, Networks
 from learner.model.policy import load_policy
 from learner.objective.loss import token_masks
-from learner.objective.objective import Objective
 from learner.objective.token_batch import LagPolicy, PassOutputs
 from learner.trainer import Trainer, TrainerSettings
 from streamrl.algorithms import CORRECTION_PRESETS, find_correction
 from streamrl.config.schema import AdvantageConfig, LossConfig, OpsmWhen, VetoScope, VetoStat
 from streamrl.errors import ConfigError
 from streamrl.metrics.names import Reduction, lookup
-from tests.unit.learner.learner_factories import batch, plan_of
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import OneBatch, batch, make_objective, plan_of
+from tests.unit.learner.objective.test_objective import leave_one_out, num_tokens
 
 OFF = LossConfig(veto_low=None, veto_high=None)
 MASK = torch.tensor([[True, True, True], [True, True, False]])
@@ -96,9 +93,7 @@ def test_sequence_masking_spares_good_trajectories_and_can_wait_for_drift():
 
 def step(rows, advantage=None, loss=OFF, *, drift=0.3, proximal=None, **options):
     """(gradient of each row's log-probs, statistics) with log-probs near the recorded ones."""
-    made = Objective(
-        advantage or AdvantageConfig(estimator="group"), loss, max_new_tokens=16, max_lag=4, **options
-    )
+    made = make_objective(advantage or AdvantageConfig(estimator="group"), loss, **options)
     rng = np.random.default_rng(0)
     leaves = [
         torch.tensor(r.logprobs[r.mask] + drift * rng.standard_normal(r.num_action_tokens), dtype=torch.float32,
@@ -116,26 +111,15 @@ def step(rows, advantage=None, loss=OFF, *, drift=0.3, proximal=None, **options)
     return [x.grad for x in leaves], one.finish().flush(0), [x.detach() for x in leaves]
 
 
-def loo(rows):
-    return [
-        row.reward - np.mean([r.reward for r in rows if r.group_id == row.group_id and r.index != row.index])
-        for row in rows
-    ]
-
-
 def ratios(rows, policy):
     return [(p - torch.from_numpy(r.logprobs[r.mask])).exp() for p, r in zip(policy, rows, strict=True)]
-
-
-def num_tokens(rows):
-    return sum(r.num_action_tokens for r in rows)
 
 
 def test_a_bypass_weight_is_the_truncated_sequence_ratio_on_every_token():
     rows = batch()
     grads, _, policy = step(rows, loss=replace(OFF, surrogate="reinforce", correction="bypass_pg_is"))
 
-    for grad, ratio, advantage in zip(grads, ratios(rows, policy), loo(rows), strict=True):
+    for grad, ratio, advantage in zip(grads, ratios(rows, policy), leave_one_out(rows), strict=True):
         expected = -float(ratio.prod().clamp(max=2.0)) * advantage / num_tokens(rows)
         torch.testing.assert_close(grad, torch.full_like(grad, expected), atol=1e-6, rtol=1e-4)
 
@@ -146,7 +130,7 @@ def test_a_decoupled_weight_and_a_clip_on_the_proximal_policy_make_one_ratio():
     loss = replace(OFF, surrogate="ppo_clip", anchor="recomputed", correction="decoupled_token_is", dual_clip=None)
     grads, _, policy = step(rows, loss=loss)
 
-    for grad, ratio, advantage in zip(grads, ratios(rows, policy), loo(rows), strict=True):
+    for grad, ratio, advantage in zip(grads, ratios(rows, policy), leave_one_out(rows), strict=True):
         torch.testing.assert_close(grad, -ratio.clamp(max=2.0) * advantage / num_tokens(rows), atol=1e-6, rtol=1e-4)
 
 
@@ -155,7 +139,7 @@ def test_an_averaged_anchor_clips_against_the_average_and_not_against_mu():
     loss = replace(OFF, surrogate="decoupled_ppo", anchor="ewma", dual_clip=None, clip_low=0.2, clip_high=0.2)
     grads, _, policy = step(rows, loss=loss, proximal=0.1)
 
-    for grad, ratio, advantage in zip(grads, ratios(rows, policy), loo(rows), strict=True):
+    for grad, ratio, advantage in zip(grads, ratios(rows, policy), leave_one_out(rows), strict=True):
         own, weight = ratio / math.exp(0.1), math.exp(0.1)
         free = (own <= 1.2) if advantage > 0 else (own >= 0.8)
         expected = torch.where(free, -weight * own * advantage / num_tokens(rows), 0.0)
@@ -206,9 +190,7 @@ def test_every_correction_preset_trains_with_the_surrogate_it_is_made_for(name):
 )
 def test_combinations_that_weigh_twice_or_do_nothing_are_refused(loss, message):
     with pytest.raises(ConfigError, match=message):
-        Objective(
-            AdvantageConfig(estimator="group"), replace(OFF, **loss), max_new_tokens=16, max_lag=4
-        )
+        make_objective(AdvantageConfig(estimator="group"), replace(OFF, **loss))
 
 
 @pytest.mark.parametrize(
@@ -243,10 +225,7 @@ def test_the_scoring_pass_asks_the_average_for_its_log_probs(checkpoints):
         for p in other.parameters():
             p.mul_(1.1)
     rows = batch(2, 3)
-    made = Objective(
-        AdvantageConfig(estimator="group"), replace(OFF, surrogate="decoupled_ppo", anchor="ewma"),
-        max_new_tokens=16, max_lag=4,
-    )
+    made = make_objective(AdvantageConfig(estimator="group"), replace(OFF, surrogate="decoupled_ppo", anchor="ewma"))
     one = OneBatch(made, rows, plan_of(rows), version=5)
     (micro,) = pack(rows, 10_000)
     frozen = FrozenPolicy(other, name="ewma")

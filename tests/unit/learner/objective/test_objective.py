@@ -1,7 +1,5 @@
 """The objective: each setting moves the loss as its formula says, and no split of the batch moves it at all."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -16,11 +14,11 @@ from learner.objective.token_batch import LagPolicy, PassOutputs
 from streamrl.algorithms import SURROGATES
 from streamrl.config.schema import AdvantageConfig, LossConfig, OpsmWhen
 from streamrl.errors import ConfigError, ContentError
-from tests.unit.learner.learner_factories import batch, plan_of
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import OneBatch, batch, plan_of
 
 GROUP = AdvantageConfig(estimator="group")
 PLAIN = LossConfig(surrogate="tis", veto_low=None, veto_high=None)
+REINFORCE = replace(PLAIN, surrogate="reinforce", allow_uncorrected=True)
 VERSION = 5
 
 
@@ -84,13 +82,12 @@ def close(got, expected, atol=1e-6):
 # --- the main paths, by hand ---------------------------------------------------------------------------------------
 
 
-def test_truncated_importance_sampling_by_hand():
+@pytest.mark.parametrize("cap", [2.0, 1.1])
+def test_truncated_importance_sampling_by_hand(cap):
     rows = batch()
-    _, grads, _, _ = run(rows)
-
+    _, grads, _, _ = run(rows, loss=replace(PLAIN, cap=cap))
     n = num_tokens(rows)
-    expected = [-r.clamp(max=2.0) * a / n for r, a in zip(ratios(rows), leave_one_out(rows), strict=True)]
-    close(grads, expected)
+    close(grads, [-r.clamp(max=cap) * a / n for r, a in zip(ratios(rows), leave_one_out(rows), strict=True)])
 
 
 def test_uncorrected_reinforce_is_the_negative_control_that_ignores_the_ratio():
@@ -98,7 +95,7 @@ def test_uncorrected_reinforce_is_the_negative_control_that_ignores_the_ratio():
     with pytest.raises(ConfigError, match="allow_uncorrected"):
         objective(loss=replace(PLAIN, surrogate="reinforce"))
 
-    _, grads, _, _ = run(rows, loss=replace(PLAIN, surrogate="reinforce", allow_uncorrected=True))
+    _, grads, _, _ = run(rows, loss=REINFORCE)
 
     n = num_tokens(rows)
     close(grads, [torch.full_like(g, -a / n) for g, a in zip(grads, leave_one_out(rows), strict=True)])
@@ -115,15 +112,16 @@ def test_ppo_clip_has_no_gradient_outside_the_clip_on_the_harmful_side():
         torch.testing.assert_close(grad, torch.where(free, -ratio * advantage / n, 0.0), atol=1e-6, rtol=1e-5)
 
 
-def test_critic_free_vtrace_gives_each_token_the_truncated_product_of_the_ratios_after_it():
+@pytest.mark.parametrize(("lam", "rho_bar", "c_bar"), [(1.0, 1.0, 1.0), (0.9, 1.3, 1.1)])
+def test_critic_free_vtrace_gives_each_token_the_truncated_product_of_the_ratios_after_it(lam, rho_bar, c_bar):
     rows = batch()
-    loss = replace(PLAIN, surrogate="reinforce", allow_uncorrected=True)
-    _, grads, _, stats = run(rows, AdvantageConfig(estimator="vtrace_critic_free"), loss)
-
+    settings = AdvantageConfig(estimator="vtrace_critic_free", lam=lam, rho_bar=rho_bar, c_bar=c_bar)
+    _, grads, _, stats = run(rows, settings, REINFORCE)
     n = num_tokens(rows)
+
     for grad, ratio, advantage in zip(grads, ratios(rows), leave_one_out(rows), strict=True):
-        capped = ratio.clamp(max=1.0)
-        suffix = torch.stack([capped[t + 1 :].prod() for t in range(len(ratio))])
+        steps = torch.cat([lam * ratio[:-1].clamp(max=c_bar), ratio[-1:].clamp(max=rho_bar)])
+        suffix = torch.stack([steps[t + 1 :].prod() for t in range(len(ratio))])
         torch.testing.assert_close(grad, -suffix * advantage / n, atol=1e-6, rtol=1e-4)
     assert 0 < stats["trace/fraction"] < 1
 
@@ -151,53 +149,30 @@ def test_the_baseline_of_the_batch_compares_an_answer_with_all_others(group_size
     assert ("group/zero_std_trained" in stats) == (group_size > 1)
 
 
-def test_reinforce_plus_plus_whitens_returns_over_the_tokens_of_the_batch():
-    rows = batch()
-    loss = replace(PLAIN, surrogate="reinforce", allow_uncorrected=True)
-    _, grads, _, _ = run(rows, AdvantageConfig(estimator="reinforce_pp", baseline="none"), loss, max_tokens=40)
-
-    returns = torch.cat([torch.full((r.num_action_tokens,), r.reward) for r in rows])  # one reward, at the end
-    expected = -(returns - returns.mean()) / (returns.std() + 1e-8) / len(returns)
-    torch.testing.assert_close(torch.cat(grads), expected, atol=1e-6, rtol=1e-5)
-
-
-def test_reinforce_plus_plus_pays_turn_rewards_only_to_the_tokens_before_them():
-    rows = []
-    for row in batch(with_gap=False):
+def paid_in_two_turns(rows):
+    """A reward in the middle of each answer, and 1 at its end."""
+    paid = []
+    for row in rows:
         rewards = np.zeros_like(row.rewards)
         rewards[-1] += 1.0
         rewards[len(rewards) // 2] += row.reward
-        rows.append(replace(row, rewards=rewards, reward=row.reward + 1.0))
-    loss = replace(PLAIN, surrogate="reinforce", allow_uncorrected=True)
-    _, grads, _, _ = run(rows, AdvantageConfig(estimator="reinforce_pp", baseline="none"), loss, max_tokens=40)
+        paid.append(replace(row, rewards=rewards, reward=row.reward + 1.0))
+    return paid
 
-    returns = torch.cat([torch.from_numpy(row.rewards[::-1].cumsum()[::-1].copy()) for row in rows])
+
+@pytest.mark.parametrize("case", ["one reward", "turn rewards", "centered"])
+def test_reinforce_plus_plus_whitens_returns_to_go_over_the_tokens_of_the_batch(case):
+    rows = batch() if case != "turn rewards" else paid_in_two_turns(batch(with_gap=False))
+    baseline = "leave_one_out" if case == "centered" else "none"
+    _, grads, _, _ = run(rows, AdvantageConfig(estimator="reinforce_pp", baseline=baseline), REINFORCE, max_tokens=40)
+
+    if case == "turn rewards":
+        returns = torch.cat([torch.from_numpy(row.rewards[::-1].cumsum()[::-1].copy()) for row in rows])
+    else:  # one reward, at the end
+        scores = leave_one_out(rows) if case == "centered" else [row.reward for row in rows]
+        returns = torch.cat([torch.full((r.num_action_tokens,), one) for r, one in zip(rows, scores, strict=True)])
     expected = -(returns - returns.mean()) / (returns.std() + 1e-8) / len(returns)
     torch.testing.assert_close(torch.cat(grads), expected, atol=1e-6, rtol=1e-5)
-
-
-def test_reinforce_plus_plus_with_a_baseline_whitens_the_centered_rewards():
-    rows = batch()
-    loss = replace(PLAIN, surrogate="reinforce", allow_uncorrected=True)
-    _, grads, _, _ = run(rows, AdvantageConfig(estimator="reinforce_pp", baseline="leave_one_out"), loss, max_tokens=40)
-
-    pairs = zip(rows, leave_one_out(rows), strict=True)
-    advantage = torch.cat([torch.full((row.num_action_tokens,), centered) for row, centered in pairs])
-    expected = -(advantage - advantage.mean()) / (advantage.std() + 1e-8) / len(advantage)
-    torch.testing.assert_close(torch.cat(grads), expected, atol=1e-6, rtol=1e-5)
-
-
-def test_vtrace_reads_its_decay_and_both_caps():
-    rows = batch()
-    loss = replace(PLAIN, surrogate="reinforce", allow_uncorrected=True)
-    settings = AdvantageConfig(estimator="vtrace_critic_free", lam=0.9, rho_bar=1.3, c_bar=1.1)
-    _, grads, _, _ = run(rows, settings, loss)
-
-    n = num_tokens(rows)
-    for grad, ratio, advantage in zip(grads, ratios(rows), leave_one_out(rows), strict=True):
-        steps = torch.cat([0.9 * ratio[:-1].clamp(max=1.1), ratio[-1:].clamp(max=1.3)])
-        suffix = torch.stack([steps[t + 1 :].prod() for t in range(len(ratio))])
-        torch.testing.assert_close(grad, -suffix * advantage / n, atol=1e-6, rtol=1e-4)
 
 
 # --- settings ------------------------------------------------------------------------------------------------------
@@ -283,28 +258,22 @@ def test_the_entropy_bonus_rewards_every_token_alike():
     close(to_entropy, [torch.full_like(g, -0.02 / num_tokens(rows)) for g in to_entropy])
 
 
-def test_old_tokens_are_masked_only_when_asked_and_stay_in_the_denominator():
+@pytest.mark.parametrize("wider", [False, True])
+def test_old_tokens_are_masked_only_when_asked_and_beyond_the_bound_that_was_promised(wider):
+    """With `wider`, the bound was lowered while group 0 was on its way: the plan's head lag says what was promised."""
     rows = batch()
-    plan = [msgspec.structs.replace(one, head_lag=min(1, one.head_lag)) for one in plan_of(rows)]
+    promised = {row.group_id: 2 if wider and row.group_id == 0 else 1 for row in rows}
+    plan = [
+        msgspec.structs.replace(one, head_lag=min(promised[one.group_id], 2 if wider else one.head_lag))
+        for one in plan_of(rows)
+    ]
     _, plain, _, _ = run(rows)
     _, grads, _, stats = run(rows, plan=plan, lag_policy=LagPolicy(mask_beyond=1))
 
     for row, grad, reference in zip(rows, grads, plain, strict=True):
-        old = torch.from_numpy(VERSION - row.versions[row.mask] > 1)
-        torch.testing.assert_close(grad, torch.where(old, 0.0, reference))
-    assert 0 < stats["keep/lag"] < 1 and stats["lag/token_max"] == 1 and stats["lag/head_max"] == 1
-
-
-def test_a_trajectory_that_the_hub_trains_under_a_wider_bound_keeps_its_old_tokens():
-    """The bound was lowered while these were on their way: the plan's head lag says what was promised."""
-    rows = batch()
-    plan = [msgspec.structs.replace(one, head_lag=2 if one.group_id == 0 else 0) for one in plan_of(rows)]
-    _, plain, _, _ = run(rows)
-    _, grads, _, _ = run(rows, plan=plan, lag_policy=LagPolicy(mask_beyond=1))
-
-    for row, grad, reference in zip(rows, grads, plain, strict=True):
-        old = torch.from_numpy(VERSION - row.versions[row.mask] > (2 if row.group_id == 0 else 1))
-        torch.testing.assert_close(grad, torch.where(old, 0.0, reference))
+        old = torch.from_numpy(VERSION - row.versions[row.mask] > promised[row.group_id])
+        torch.testing.assert_close(grad, torch.where(old, 0.0, reference))  # and it stays in the denominator
+    assert 0 < stats["keep/lag"] < 1 and stats["lag/token_max"] == stats["lag/head_max"] == 1 + wider
     assert any((VERSION - row.versions[row.mask] == 2).any() for row in rows if row.group_id == 0)
 
 
@@ -352,8 +321,7 @@ def test_members_of_a_group_with_a_wide_spread_of_lags_are_compared_with_their_l
     _, within, _, _ = run(rows, plan=plan, lag_policy=LagPolicy(spread_budget=9))
 
     assert any(not torch.equal(a, b) for a, b in zip(together, apart, strict=True))
-    for a, b in zip(together, within, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(together, within)
 
 
 @pytest.mark.parametrize("surrogate", sorted(SURROGATES))
@@ -423,9 +391,8 @@ def test_counts_and_baselines_come_from_the_plan_so_a_rank_needs_only_its_own_gr
     _, part, _, _ = run(mine, plan=plan)
 
     # the random policy outputs depend on the place in the list: compare through the ratio-free control
-    control = replace(PLAIN, surrogate="reinforce", allow_uncorrected=True)
-    _, whole, _, _ = run(rows, loss=control)
-    _, part, _, _ = run(mine, loss=control, plan=plan)
+    _, whole, _, _ = run(rows, loss=REINFORCE)
+    _, part, _, _ = run(mine, loss=REINFORCE, plan=plan)
     close(part, [g for g, row in zip(whole, rows, strict=True) if row.group_id % 2 == 0])
 
 
@@ -443,39 +410,6 @@ def test_a_plan_that_does_not_match_the_share_is_refused():
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("advantage", "loss", "message"),
-    [
-        ({"estimator": "magic"}, {}, "advantage.estimator=magic is unknown. There are clipped_is"),
-        ({"baseline": "median"}, {}, "choose one of leave_one_out"),
-        ({"scale": "iqr"}, {}, "advantage.scale='iqr'"),
-        ({"estimator": "reinforce_pp", "scale": "std"}, {}, "whitens"),
-        ({"estimator": "vtrace_critic_free", "c_bar": 2.0}, {}, "advantage.c_bar=2.0"),
-        ({}, {"surrogate": "magic"}, "loss.surrogate=magic is unknown"),
-        ({}, {"surrogate": "ppo_clip", "cap": 3.0}, "loss.cap=3.0 does nothing"),
-        ({}, {"surrogate": "gspo"}, "seq-mean-token-mean"),
-        ({}, {"surrogate": "gspo", "avg_level": "seq-mean-token-mean"}, "would never clip"),
-        ({}, {"veto_low": 2.0}, "veto_low"),
-        ({}, {"avg_level": "mean"}, "avg_level"),
-        ({}, {"surrogate": "reinforce"}, "nothing applies the whole ratio"),
-    ],
-)
-def test_settings_that_are_unknown_impossible_or_without_effect_are_refused(advantage, loss, message):
-    with pytest.raises(ConfigError, match=message):
-        objective(replace(GROUP, **advantage), replace(PLAIN, **loss))
-
-
-def test_without_lag_a_loss_without_ratio_needs_no_permission():
-    objective(loss=replace(PLAIN, surrogate="reinforce"), max_lag=0)
-
-
-def test_a_cap_reaches_the_surrogate():
-    rows = batch()
-    _, grads, _, _ = run(rows, loss=replace(PLAIN, cap=1.1))
-    n = num_tokens(rows)
-    close(grads, [-r.clamp(max=1.1) * a / n for r, a in zip(ratios(rows), leave_one_out(rows), strict=True)])
 
 
 def test_a_group_of_equal_rewards_teaches_nothing():

@@ -1,7 +1,5 @@
 """A user's own surrogate, estimator or correction is named in a setting and needs no change to our files."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,8 +10,7 @@ from learner.setup.preflight import check_losses
 from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.errors import ConfigError
-from tests.unit.learner.learner_factories import batch, plan_of
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import OneBatch, batch, plan_of
 
 VERSION = 5
 PLAIN = LossConfig(surrogate="tis", veto_low=None, veto_high=None)

@@ -1,7 +1,5 @@
 """Each regularizer, enumerated: over a small vocabulary the expected gradient under mu is the one that it promises."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

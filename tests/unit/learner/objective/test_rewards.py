@@ -1,22 +1,18 @@
 """What a trajectory's reward is made of: components, the price of length, and what is left out of the loss."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 
 from learner.data.packing import pack
-from learner.objective.objective import Objective
 from learner.objective.rewards import RewardRules
 from learner.ranks.mesh import Ranks
 from learner.record.pareto import ParetoArchive
 from streamrl import algorithms
 from streamrl.config.schema import AdvantageConfig, LossConfig, ObjectivesConfig, OverlongConfig
 from streamrl.errors import ConfigError, ContentError
-from tests.unit.learner.learner_factories import batch, plan_of
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import OneBatch, batch, make_objective, plan_of
 
 OFF, NONE = ObjectivesConfig(), OverlongConfig()
 ALONE = Ranks()
@@ -143,7 +139,7 @@ def test_rules_that_cannot_work_are_refused(objectives, overlong, message):
 
 
 def losses(rows, **options):
-    made = Objective(AdvantageConfig(estimator="group"), PLAIN, max_new_tokens=16, max_lag=4, **options)
+    made = make_objective(AdvantageConfig(estimator="group"), PLAIN, **options)
     one = OneBatch(made, rows, plan_of(rows))
     (micro,) = pack(one.plan.rows, 10_000)
     leaf = micro.behavior_logprobs[micro.mask].clone().requires_grad_()

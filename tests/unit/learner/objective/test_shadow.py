@@ -1,7 +1,5 @@
 """Shadow algorithms against float64 transcriptions of their papers' losses, and which of them a run can answer for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -19,8 +17,7 @@ from learner.setup.shadows import make_shadows
 from streamrl.config.load import algorithm_preset, group_files
 from streamrl.config.schema import AdvantageConfig, ConstraintConfig, KlConfig, LossConfig
 from streamrl.errors import ConfigError
-from tests.unit.learner.learner_factories import batch, plan_of
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import OneBatch, batch, plan_of
 
 VERSION = 9
 MAX_TOKENS = 16

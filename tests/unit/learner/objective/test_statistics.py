@@ -1,7 +1,5 @@
 """The statistics of a step against a direct computation over all tokens of the batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -9,11 +7,9 @@ import pytest
 import torch
 
 from learner.data.packing import pack
-from learner.objective.objective import Objective
 from streamrl.config.schema import AdvantageConfig, LossConfig
 from streamrl.metrics.names import METRICS
-from tests.unit.learner.learner_factories import batch, plan_of
-from tests.unit.learner.one_batch import OneBatch
+from tests.kit.learning import OneBatch, batch, make_objective, plan_of
 
 VERSION = 5
 LOSS = LossConfig(surrogate="ppo_clip", veto_low=0.4, veto_high=2.5, dual_clip=None)
@@ -27,9 +23,7 @@ def step():
     logprobs = [torch.from_numpy(r.logprobs[r.mask]) + 0.4 * torch.randn(r.num_action_tokens, generator=generator)
                 for r in rows]
     entropies = [1 + torch.rand(len(x), generator=generator) for x in logprobs]
-    made = Objective(
-        AdvantageConfig(estimator="group"), LOSS, max_new_tokens=16, max_lag=4
-    )
+    made = make_objective(AdvantageConfig(estimator="group"), LOSS)
     one = OneBatch(made, rows, plan_of(rows), version=VERSION)
     for micro in pack(rows, 40):
         one.loss(micro, *(torch.cat([values[i] for i in micro.trajectory_ids]) for values in (logprobs, entropies)))
@@ -63,7 +57,7 @@ def test_effective_sample_sizes_are_of_kept_tokens_and_rows(step):
 def test_the_log_ratio_of_audited_tokens_splits_into_the_engines_part_and_the_policys():
     """By hand: with what the version said 0.1, -0.2, 0.1, ... above the record, the rest of each log-ratio is drift."""
     rows = batch(2, 2, seed=3)
-    made = Objective(AdvantageConfig(estimator="group"), LOSS, max_new_tokens=16, max_lag=4)
+    made = make_objective(AdvantageConfig(estimator="group"), LOSS)
     one = OneBatch(made, rows, plan_of(rows), version=VERSION)
     engine = {place: [(0.1, -0.2, 0.1)[t % 3] for t in range(rows[place].num_action_tokens)] for place in (0, 3)}
     one.statistics.agreements.mismatches = {place: torch.tensor([*e, 0.0, 0.0]) for place, e in engine.items()}
@@ -147,7 +141,7 @@ def test_every_key_is_in_the_list_of_metrics(step):
 def test_a_reward_part_named_like_a_metric_does_not_pose_as_it():
     rows = batch(1, 2)
     rows = [replace(row, scores={"trained": 9.0, "format ok": 1.0}) for row in rows]
-    made = Objective(AdvantageConfig(), LOSS, max_new_tokens=16, max_lag=4)
+    made = make_objective(AdvantageConfig(), LOSS)
     one = OneBatch(made, rows, plan_of(rows), version=VERSION)
     stats = one.finish().flush(1)
 

@@ -1,16 +1,30 @@
-"""Tiny models and made-up trajectories for the learner's tests. Everything is seeded; nothing is downloaded."""
+"""Learner's kit: tiny models, made-up trajectories, and one batch through the objective. Everything is seeded."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
+from learner.data.packing import MicroBatch
 from learner.data.trajectories import Trajectory
+from learner.model.policy import Policy
+from learner.objective.loss import micro_batch_loss
+from learner.objective.objective import Objective
+from learner.objective.plan import BatchPlan
+from learner.objective.regularizers import LossWeights, Regularizers
+from learner.objective.scoring_pass import score_batch, with_outputs
+from learner.objective.statistics import StepStatistics
+from learner.objective.token_batch import LagPolicy, PassOutputs
+from learner.ranks.mesh import Ranks
+from learner.trainer import forward_backward
+from streamrl.config.schema import AdvantageConfig, Config, LossConfig
 from streamrl.messages import PlanRow
+from streamrl.metrics.meter import Meter
 
 VOCAB = 53
 transformers_logging.disable_progress_bar()
@@ -73,3 +87,54 @@ def plan_of(rows: list[Trajectory], *, world: int = 1, version: int = 5) -> tupl
         )
         for row in rows
     )
+
+
+def make_objective(
+    advantage: AdvantageConfig | None = None, loss: LossConfig | None = None, *, config: Config | None = None,
+    controls: LossWeights | None = None, **options: Any,
+) -> Objective:
+    """An objective of these settings, or of a whole configuration with all that pulls on its policy."""
+    if config is not None:
+        advantage, loss = advantage or config.advantage, config.loss
+        controls = controls or LossWeights(config.kl, config.entropy, config.constraint, loss)
+        regularizers = Regularizers(config.kl, config.constraint, loss, controls, config.distill)
+        options = {"regularizers": regularizers, **options}
+    return Objective(
+        advantage or AdvantageConfig(), loss or LossConfig(), **{"max_new_tokens": 16, "max_lag": 4, **options}
+    )
+
+
+class OneBatch:
+    """Plan, scoring pass, losses and statistics of the first optimizer step of a batch."""
+
+    def __init__(
+        self, objective: Objective, rows: Sequence[Trajectory], plan: Sequence[PlanRow], *, version: int = 5,
+        ranks: Ranks | None = None, lag_policy: LagPolicy | None = None,
+    ) -> None:
+        self.ranks = ranks or Ranks()
+        self.plan = BatchPlan.from_batch(
+            objective, rows, plan, version=version, ranks=self.ranks, lag_policy=lag_policy
+        )
+        self.statistics = StepStatistics(self.plan, self.ranks)
+        self._observed: list[tuple[MicroBatch, PassOutputs]] = []
+
+    def score(self, policy: Policy, micro_batches: Sequence[MicroBatch], **networks) -> None:
+        self.plan = score_batch(policy, micro_batches, self.plan, self.ranks, **networks)
+        self.statistics.scored(self.plan)
+
+    def observe(self, micro: MicroBatch, outputs: PassOutputs) -> None:
+        """Outputs of networks as a test makes them up."""
+        self._observed.append((micro, outputs))
+
+    def close_observation(self) -> None:
+        self.plan = with_outputs(self.plan, self._observed, self.ranks)
+        self.statistics.scored(self.plan)
+
+    def loss(self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return micro_batch_loss(micro, logprobs, entropy, self.plan, note=self.statistics.note)
+
+    def forward_backward(self, policy: Policy, micro: MicroBatch) -> Tensor:
+        return forward_backward(policy, micro, self.plan, self.statistics, self.ranks)
+
+    def finish(self) -> Meter:
+        return self.statistics.finish()
