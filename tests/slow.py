@@ -43,7 +43,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     "flow/test_critic.py": "two launched runs; unit/learner has the critic",
     "flow/test_damaged_runs.py": "a launched run, and ten readers at every damage of its files",
     "flow/test_diagnosis.py": "a run of 32 steps that are slow on purpose",
-    "flow/test_elastic_actors.py": "three runs that wait for actors to come and go",
+    "flow/test_elastic_actors.py": "a run that waits for actors to come and go",
     "flow/test_equal_rewards.py": "two launched runs",
     "flow/test_failing_rewards.py": "three launched runs, one with a reward that hangs",
     "flow/test_fork_server.py": "forks of a program; every flow test starts its processes so",
@@ -74,7 +74,6 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_an_exception_in_a_callback_stops_the_run_and_reaches_the_caller": "a launched run",
     },
     "flow/test_ranks_and_sweeps.py": "a run of two ranks, one on two machines, and four jobs of a sweep",
-    "flow/test_recorded_groups.py": "a run of three steps; unit/learner/test_trainer.py compares the same bits",
     "flow/test_relay.py": "runs through relays; unit/weights/test_relay.py has the relay",
     "flow/test_resume.py": {
         "test_a_killed_learner_resumes_and_its_actors_reconnect_by_themselves": "36 slow steps",
