@@ -265,6 +265,18 @@ def test_data_without_a_link_ask_for_a_hello():
     assert actor.finish(lease, 1.0).kind == "no_link"
 
 
+def test_a_group_trained_and_forgotten_is_a_duplicate_not_a_strike():
+    ledger, actor, leases = one_actor(groups_per_batch=1, eta=0)
+    again = actor.group(leases[0])
+    actor.send(again)
+    train(ledger)
+    ledger.freeze(1), ledger.saved(1)
+
+    repeated = msgspec.structs.replace(again, seq=actor.next_seq)
+
+    assert actor.send(repeated).reason is RejectReason.DUPLICATE
+
+
 def test_an_evaluation_is_scored_once_and_its_delivery_is_durable_at_once():
     ledger, actor, _ = one_actor()
     ledger.evals.request(3, version=0, num_prompts=3, keep=[0, 2, 9])
