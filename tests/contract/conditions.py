@@ -1,7 +1,5 @@
 """Metrics that a run with certain settings must write, and no others: launched runs compare their lines with this."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 

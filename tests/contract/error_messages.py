@@ -3,8 +3,6 @@
 A text names what is wrong, what was got, and what to do. Where it cannot say what to do, `REMEDIES` does, for the page.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Both ends are real: the hub's handlers and ledger, and the actor's session. What
 ports, tokens) is given.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """docs/algorithms.md and docs/formulas.md: settings work as written, names are complete, numbers are the functions'."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/coming_from.md: our column names settings that exist, and typing their name suggests one of ours."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The page of error messages names every error of the code, and every one of them says what to do."""
 
-from __future__ import annotations
-
 from tests.contract.error_messages import REMEDIES, WHAT_TO_DO, error_classes, error_texts, page
 
 

@@ -1,7 +1,5 @@
 """The second chance of a few failed tests: what passes is named in a report, what fails again stays a failure."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """docs/kubernetes: manifests that the API accepts, whose parts fit together and whose commands are real."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

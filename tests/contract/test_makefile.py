@@ -1,7 +1,5 @@
 """The Makefile's environments: which lists go into them, and what is left of one that could not be made."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ The runs themselves are those of `tests/flow`; at their end `RunHarness.check_me
 list, in both directions.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

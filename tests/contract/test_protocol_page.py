@@ -1,7 +1,5 @@
 """docs/protocol.md: its tables are the structs' fields in wire order, its example is the encoder's bytes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

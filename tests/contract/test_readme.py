@@ -1,7 +1,5 @@
 """The README is one screen and its commands work; the pages that it leads to name files that exist."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

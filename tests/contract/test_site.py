@@ -1,7 +1,5 @@
 """The documentation builds as a site: every warning is an error, and no page loads anything from another host."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

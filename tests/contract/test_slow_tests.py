@@ -1,7 +1,5 @@
 """Coverage of `make test` without the slow tests: every package, every algorithm, and real processes of each kind."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

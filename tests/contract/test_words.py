@@ -1,7 +1,5 @@
 """The project uses the field's standard terms: words that have one, and American spelling."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a page tells its reader to run: shell commands, Python blocks, and files that it shows in full."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from dataclasses import dataclass, field

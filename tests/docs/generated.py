@@ -1,7 +1,5 @@
 """The pages of the site that are made from the code: a hook of mkdocs.yml, so `make site` always has the newest."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is done with each command of the pages: the rules of commands.toml."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from dataclasses import dataclass

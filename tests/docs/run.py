@@ -11,8 +11,6 @@ failed.
     python -m tests.docs.run --list                      what would be done with each command, without a clone
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Every command of the pages has a rule of `make docs-test`, and the tool runs, skips and fails as it says."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

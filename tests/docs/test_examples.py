@@ -1,7 +1,5 @@
 """The examples are complete, their settings are real and their tasks can be played; `make docs-test` runs them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree

@@ -1,7 +1,5 @@
 """The notebooks run from their first cell to their last, and what is committed came from such a run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

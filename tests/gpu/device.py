@@ -1,7 +1,5 @@
 """Shared by the GPU tests: the reason to skip, and child processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The kernels of attention on a GPU, against sdpa in the same type."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.gpu.device import finish, needs_gpu, start

@@ -1,7 +1,5 @@
 """Background work of a GPU: loading by rows, pinned copies, publishing from a snapshot, staging."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Devices, memory and number types that only a GPU can show: each fails without what it is about."""
 
-from __future__ import annotations
-
 import os
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """One learner rank on a GPU, sharded with FSDP2: steps in mixed precision, and a publish folded on the device."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.gpu.device import finish, needs_gpu, start

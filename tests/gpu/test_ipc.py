@@ -1,7 +1,5 @@
 """Weights between two processes on one GPU: CUDA IPC, the everyday way of a one-GPU machine."""
 
-from __future__ import annotations
-
 import subprocess
 import tempfile
 from collections.abc import Iterator

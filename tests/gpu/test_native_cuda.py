@@ -1,7 +1,5 @@
 """The native engine on a GPU: generation, log-probs, and installs of documents that already lie on the device."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

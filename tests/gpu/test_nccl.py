@@ -1,7 +1,5 @@
 """NCCL through cupy on one GPU: a group of one, bounded calls, and two ranks where the library allows them."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -1,7 +1,5 @@
 """How the batches of the unit tests get into an oracle and how its answer is compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

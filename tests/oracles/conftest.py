@@ -1,7 +1,5 @@
 """The oracles. A fixture imports its package only when a test asks for it, so collecting this folder costs nothing."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

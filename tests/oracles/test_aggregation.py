@@ -3,8 +3,6 @@
 It divides the mean of a row by its token count plus 1e-8: agreement is 1e-7 where row means occur.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ Its statistics are of -log rho: the bounds of a `k1` rule, a pair like 0.5 and 2
 Most of its bounds are their own reciprocals; where they are not, they are swapped below.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

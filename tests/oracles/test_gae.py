@@ -1,7 +1,5 @@
 """GAE (arXiv:1506.02438) against rlax, torchrl and verl."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch

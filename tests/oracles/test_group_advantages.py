@@ -4,8 +4,6 @@ Its scores are the sums of token rewards; groups are an array of ids. A group of
 the statistics of the whole batch here, so no group is that small in these batches.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

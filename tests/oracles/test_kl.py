@@ -1,7 +1,5 @@
 """KL estimates against verl, in value and gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Leaky V-trace (arXiv:2002.12928) against rlax; its alpha is our `leak`, and c_bar is 1 there."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 

@@ -3,8 +3,6 @@
 In rlax the arrays q and c start at the second token of the row: the first action's value and ratio play no part.
 """
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch

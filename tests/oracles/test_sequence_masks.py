@@ -3,8 +3,6 @@
 TRL answers per row, [B, 1], for one advantage a row; ours are per token, so the advantages here are constant in a row.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

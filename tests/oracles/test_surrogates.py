@@ -4,8 +4,6 @@ verl returns one number, aggregated by its `agg_loss`; ours is aggregated by `ag
 Drift is large enough that every clip acts on some tokens.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

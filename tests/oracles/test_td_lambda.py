@@ -1,7 +1,5 @@
 """TD(lambda) and n-step returns against rlax and torchrl."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

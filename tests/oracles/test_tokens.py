@@ -1,7 +1,5 @@
 """Log-probs from logits against TRL."""
 
-from __future__ import annotations
-
 import torch
 
 from bench import pieces

@@ -4,8 +4,6 @@ All three fix something that we leave free, so each checks another part: rlax an
 know no lambda, only torchrl has its own c_bar. Their advantages carry the own ratio: ours with `rho_bar_pg`.
 """
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch

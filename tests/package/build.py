@@ -1,7 +1,5 @@
 """Builds the source distribution and the wheel from the project's files, in a folder of their own."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

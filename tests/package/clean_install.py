@@ -4,8 +4,6 @@ Nothing of the checkout is on the import path. The second directory holds folder
 user's project may: none may shadow ours, neither in a command nor in a script.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

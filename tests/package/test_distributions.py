@@ -1,7 +1,5 @@
 """The source distribution holds the whole project, the wheel the five packages and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 
 from streamrl.version import __version__

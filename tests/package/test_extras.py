@@ -1,7 +1,5 @@
 """Each extra that a command may lack is named, with how to get it, by the function that first needs its package."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from importlib.metadata import requires

@@ -1,7 +1,5 @@
 """A Slurm cluster of one node, this machine: real slurmctld and slurmd, with a directory and ports of their own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

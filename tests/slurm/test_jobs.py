@@ -1,7 +1,5 @@
 """`streamrl slurm`: scripts that bash accepts, and that a fake sbatch runs as processes to the end of a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`make slurm`: a run on a real slurmctld and slurmd of this machine, whose learner is put into the queue again."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

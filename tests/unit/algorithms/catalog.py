@@ -1,7 +1,5 @@
 """Every public function that takes a mask, called on `Rows`: the subject of the contract tests."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import pkgutil

@@ -3,8 +3,6 @@
 Nothing here is a recursion where the paper gives a sum, and nothing is shared with the package.
 """
 
-from __future__ import annotations
-
 import math
 
 BOUND = 20.0

@@ -1,7 +1,5 @@
 """From token losses to one number, under every split."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Constraints: gradients exist, multipliers act, cap and freeze."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

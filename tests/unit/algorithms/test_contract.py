@@ -1,7 +1,5 @@
 """The tensor contract, for every public function that takes a mask: each law in one test that names its offenders."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Adaptive staleness control: fixed points, stability, and loops closed around a simulated drift."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

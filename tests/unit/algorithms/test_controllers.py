@@ -1,7 +1,5 @@
 """Coefficient controllers beyond their golden vectors: bounds, direction, memory, closed loops."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

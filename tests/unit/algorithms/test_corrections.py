@@ -1,7 +1,5 @@
 """Weights and masks between actor and learner, against their rules in loops."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The drift model: bins, forgetting, fit, prediction, oscillation."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

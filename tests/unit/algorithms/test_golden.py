@@ -1,7 +1,5 @@
 """Golden vectors of the specification where no transcription of a formula stands beside the function; to 1e-6."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Group advantages and baselines against plain statistics of lists."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 

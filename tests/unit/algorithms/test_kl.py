@@ -1,7 +1,5 @@
 """KL estimators and what their gradients are, by enumeration of every action."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Lag of tokens and trajectories."""
 
-from __future__ import annotations
-
 import torch
 
 import streamrl.algorithms as alg

@@ -1,7 +1,5 @@
 """Multi-objective selection against brute force."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The overlong penalty."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

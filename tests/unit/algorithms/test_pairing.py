@@ -1,7 +1,5 @@
 """One importance weight per term, and the tables of names."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The public face of `streamrl.algorithms`: which names there are, and that each one can be reached."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import math

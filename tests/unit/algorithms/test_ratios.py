@@ -1,7 +1,5 @@
 """Log-ratios, row statistics, effective sample size, trace length."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

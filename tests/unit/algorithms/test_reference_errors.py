@@ -3,8 +3,6 @@
 E-numbers as in the specification; those that one formula alone could hold fail against its transcription.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

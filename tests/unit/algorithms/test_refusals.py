@@ -1,7 +1,5 @@
 """Impossible knobs and wrong shapes: each is refused by a sentence that names what was got."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

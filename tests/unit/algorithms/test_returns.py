@@ -1,7 +1,5 @@
 """Estimators with a value function against O(T^2) sums, and the parts of a critic."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

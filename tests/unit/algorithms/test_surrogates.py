@@ -1,7 +1,5 @@
 """Policy losses: values and gradients against scalar transcriptions, and the identities between them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What the estimators converge to, on small random decision processes, by exact enumeration and by sampling."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """From logits to log-probs, from rows to tokens, and whitening."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A run, its metrics and its summary print small in a terminal and in a notebook."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

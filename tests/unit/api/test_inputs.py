@@ -1,7 +1,5 @@
 """Records and rewards that a call from Python brings are written as files, or refused with their place."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where a call from Python shows its run."""
 
-from __future__ import annotations
-
 import importlib
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Functions are written into a module from their source, with what they use, or refused with the name and a remedy."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import importlib.util

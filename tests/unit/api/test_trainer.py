@@ -1,7 +1,5 @@
 """`streamrl.Trainer` as a notebook cell uses it: three batches of recorded groups, and the model that comes out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings given as keyword arguments reach the configuration as they are, or are refused with one sentence."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

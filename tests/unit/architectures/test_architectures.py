@@ -1,7 +1,5 @@
 """docs/models.md says of each family what `python -m bench.families` found, which goes the whole way of a run."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The benchmark of agents at its smallest: what it counts is exact at any size."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.agents import GROUPS, MEMBERS, measured

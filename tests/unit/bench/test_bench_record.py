@@ -1,7 +1,5 @@
 """Benchmark lines: every field is there, comparisons read "times better", and nothing names the machine."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import platform

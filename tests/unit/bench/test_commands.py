@@ -1,7 +1,5 @@
 """Every benchmark that the pages name is there, and its module loads: no import of it is wrong."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark of the GPU paths, on a CPU with small shapes: no import or argument of it is wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

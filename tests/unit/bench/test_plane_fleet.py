@@ -1,7 +1,5 @@
 """The load of `bench.plane`: what its actors send is what real ones would."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.plane.fleet import VOCAB_SIZE, Fleet

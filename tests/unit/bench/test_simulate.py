@@ -1,7 +1,5 @@
 """The simulation against what can be worked out by hand: which side limits, how old tokens get, what failures cost."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.plane.ledger_cost import LedgerLoad

@@ -1,7 +1,5 @@
 """The staleness experiment does what it says: lags are exact, curves repeat, arms pair, members do not touch."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The harness of the experiment in the real system: cells, their order, the pace, and what is read from a run."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.staleness_real.cells import ARMS, CRITIC_ARMS, ETA, LAGS, Cell, all_cells

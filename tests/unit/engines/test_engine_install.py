@@ -1,7 +1,5 @@
 """Weights change between two forward passes: all of them or none, and every token knows which it came from."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

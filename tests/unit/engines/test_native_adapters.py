@@ -1,7 +1,5 @@
 """Adapters in the native engine: exact, several versions in one pass, and every token knows its own."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import time

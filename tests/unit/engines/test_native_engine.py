@@ -1,7 +1,5 @@
 """The native engine gives what plain forward passes give, whatever else it is doing."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 

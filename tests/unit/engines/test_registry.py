@@ -1,7 +1,5 @@
 """Engines by name: ours by one table, a user's own from the user's own module."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

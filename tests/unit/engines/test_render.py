@@ -1,7 +1,5 @@
 """Messages become ids once; what the model said is never tokenized again."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import processors
 

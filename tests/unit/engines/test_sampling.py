@@ -1,7 +1,5 @@
 """The draw: right frequencies, right log-probs, one number per (seed, position)."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

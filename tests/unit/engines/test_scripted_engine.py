@@ -1,7 +1,5 @@
 """The scripted engine generates what a function says, waits at a gate, and counts like a real one."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

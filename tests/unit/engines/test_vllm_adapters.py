@@ -1,7 +1,5 @@
 """The real vLLM with adapters: exact for every version, replaced under running sequences or kept for them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The real vLLM on this CPU: what it says of its tokens is what the learner says, whatever is installed meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The real vLLM on this CPU: a mixture, two tensor-parallel ranks, and the names and classes of it that we stand on."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

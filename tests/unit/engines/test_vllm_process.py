@@ -1,7 +1,5 @@
 """What vLLM is started with, and that nothing of it outlives its actor; none of this needs vLLM itself."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import math

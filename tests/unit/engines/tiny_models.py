@@ -1,7 +1,5 @@
 """Small random models, a character tokenizer, and the slow truth: plain forward passes of transformers."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import threading

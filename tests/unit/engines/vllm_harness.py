@@ -1,7 +1,5 @@
 """One vLLM engine with a tiny model for all tests of a file: its start takes longer than all that they ask of it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Iterator

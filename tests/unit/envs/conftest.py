@@ -1,7 +1,5 @@
 """One process of each kind grades the answers of all tests here: its imports take longer than what it is asked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from unittest.mock import patch

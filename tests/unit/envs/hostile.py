@@ -5,8 +5,6 @@
 FILE gets a JSON line of findings for each. PYTHONHASHSEED must be set: some data sets draw from Python's own sets.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

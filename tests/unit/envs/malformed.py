@@ -3,8 +3,6 @@
 `test_malformed_input` tries them all, each under a number of its own.
 """
 
-from __future__ import annotations
-
 import json
 
 GOOD = {"question": "1 + 1 = ?", "answer": "2"}

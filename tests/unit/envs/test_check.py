@@ -1,7 +1,5 @@
 """The start-up check: each way to break the protocol is refused by name, and what is allowed passes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import signal

@@ -1,7 +1,5 @@
 """Every kind of file gives the same records; a part is held out by its prompts; several files are mixed by weight."""
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import datetime

@@ -1,7 +1,5 @@
 """Text games of `examples/tasks`: rules, maps and ways to the goal."""
 
-from __future__ import annotations
-
 import pytest
 
 from envs.check import check_task

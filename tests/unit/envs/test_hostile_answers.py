@@ -3,8 +3,6 @@
 The answers come from `hostile.py`: they would make a file or set a variable, or keep an evaluator busy for years.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

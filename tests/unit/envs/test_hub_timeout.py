@@ -1,7 +1,5 @@
 """A hub that takes a connection and never answers is asked once: what is in the cache counts, or the refusal comes."""
 
-from __future__ import annotations
-
 import socket
 import threading
 

@@ -4,8 +4,6 @@ What only shows later, in a record that is drawn or a completion that is scored,
 run goes on, and nothing of it reaches the learner (the last part).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

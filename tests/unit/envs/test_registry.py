@@ -1,7 +1,5 @@
 """From a name, a module path or a file to a task; every failure says what was found and what to do."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import inspect

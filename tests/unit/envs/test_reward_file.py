@@ -1,7 +1,5 @@
 """A function in a file is called with what its parameters ask for, and what it returns becomes a step."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 

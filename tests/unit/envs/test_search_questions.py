@@ -1,7 +1,5 @@
 """Search-R1-style questions: searches are answered inside the model's message, answers compared, files read."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

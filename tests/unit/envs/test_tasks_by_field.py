@@ -1,7 +1,5 @@
 """Several tasks in one run: a field of the record says which plays and scores it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

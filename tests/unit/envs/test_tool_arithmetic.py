@@ -1,7 +1,5 @@
 """Arithmetic with a calculator: calls are answered, answers are scored, and its warm start plays such an episode."""
 
-from __future__ import annotations
-
 import pytest
 
 from envs.check import check_task

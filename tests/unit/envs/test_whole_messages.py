@@ -2,8 +2,6 @@
 trained.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Chat templates that write calls of tools, each as the family of models that its name says, and their tokenizers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

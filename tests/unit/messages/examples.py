@@ -1,8 +1,6 @@
 """One instance of any wire struct with every field set, from its types alone: `python -m tests.unit.messages.examples`
 appends the frames of new messages to the golden file, and never changes one that is there."""
 
-from __future__ import annotations
-
 import json
 from itertools import count
 from pathlib import Path

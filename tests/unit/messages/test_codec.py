@@ -1,7 +1,5 @@
 """The wire form: what is refused, by which error, and how many bytes a token costs."""
 
-from __future__ import annotations
-
 import json
 
 import msgspec

@@ -1,7 +1,5 @@
 """Every rule of a GROUP: an honest one passes, and each way to break it is caught under its own name."""
 
-from __future__ import annotations
-
 import re
 
 import msgspec

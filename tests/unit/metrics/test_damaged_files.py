@@ -1,7 +1,5 @@
 """A full disk or a crash leaves no torn line in the middle of a file, and no reader stumbles over one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """The one line on what limits a run: every answer, its borders, and where its shares come from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

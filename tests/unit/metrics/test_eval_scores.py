@@ -1,7 +1,5 @@
 """avg@k, pass@k and maj@k against literal counts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

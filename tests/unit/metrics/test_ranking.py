@@ -1,7 +1,5 @@
 """Ranking: the number that counts, its good end, and where pruned, unfinished and failed runs stand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The trackers with their real packages, offline: what was logged is read back from the record itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

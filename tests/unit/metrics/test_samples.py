@@ -1,7 +1,5 @@
 """`samples.jsonl`: what was written comes back, whatever a crash or a full file did to it."""
 
-from __future__ import annotations
-
 import pytest
 
 from streamrl.metrics.samples import Sample, SampleFile, SampleTokens, Turn, read_samples

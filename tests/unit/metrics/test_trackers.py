@@ -1,7 +1,5 @@
 """Trackers: chosen by name, a user's own by its module, each only installed where it is chosen."""
 
-from __future__ import annotations
-
 import sys
 import types
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Groups that a replay leaves out are named as numbers, and must be in its batches."""
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError
 
 import pytest

@@ -1,7 +1,5 @@
 """Evaluations stand at the version that they measure, not at the step at which they arrived."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

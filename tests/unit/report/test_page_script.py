@@ -1,7 +1,5 @@
 """The script of the pages: it fits the markup, and in a browser, where there is one, it redraws what was written."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

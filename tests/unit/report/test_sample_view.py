@@ -1,7 +1,5 @@
 """`streamrl samples`: what it prints into a pipe, and with colors for a terminal."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Bundles that come from anybody: plain files of bounded size inside the folder, or one sentence."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """A file written in whole blocks holds exactly the bytes that were appended, whatever failed in between."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

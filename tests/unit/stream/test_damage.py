@@ -1,7 +1,5 @@
 """A log that lost bytes: what a crash leaves is cut and kept, what was acknowledged is read or named, never deleted."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import random

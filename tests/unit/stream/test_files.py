@@ -1,7 +1,5 @@
 """The files of a log: whole records or none, damage named by its place, a writer that never loses and never waits."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """`streamrl stream`: which records it prints, and what it exports, of a small log."""
 
-from __future__ import annotations
-
 import json
 import sys
 

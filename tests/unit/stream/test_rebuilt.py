@@ -1,7 +1,5 @@
 """Names of versions of a run: by number, or by what its evaluations say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Addresses of sockets: those of IPv6, and paths of a machine whose folder for temporary files has a long one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The thread around a session: what it logs when no hub answers."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

@@ -1,7 +1,5 @@
 """The control socket: real sockets between two threads."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

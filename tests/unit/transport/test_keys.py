@@ -1,7 +1,5 @@
 """Keys on disk and as text, and the commands that make them."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

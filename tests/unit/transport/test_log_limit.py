@@ -1,7 +1,5 @@
 """Lines that a peer can cause at any rate, and text that it can make of any characters."""
 
-from __future__ import annotations
-
 import io
 import logging
 

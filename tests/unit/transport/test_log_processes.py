@@ -1,7 +1,5 @@
 """What a peer says reaches the logs of real processes without control characters, and never as a line of its own."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

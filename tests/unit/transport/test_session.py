@@ -1,7 +1,5 @@
 """The actor's protocol without a socket: time is an argument, effects are values."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Connections of this process that try again soon: options of real sockets, as the kernel tells them."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 

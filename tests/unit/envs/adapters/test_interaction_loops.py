@@ -1,7 +1,5 @@
 """Files that drive the generation themselves: the actor's engine answers them, and records what it read and sampled."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

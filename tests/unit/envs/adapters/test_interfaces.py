@@ -1,7 +1,5 @@
 """Interfaces of other projects: files in the form that their origin documents, played by the parts of an actor."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

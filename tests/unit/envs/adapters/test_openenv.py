@@ -1,7 +1,5 @@
 """`env.name=openenv:URL`: episodes over the wire of OpenEnv, against a stand-in for its server."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Answers are found in completions, and compared: as texts, as expressions, as outputs of programs."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Wrong answers are never paid: tables of records' answers and completions, and random numbers in every notation."""
 
-from __future__ import annotations
-
 import tomllib
 from fractions import Fraction
 from pathlib import Path

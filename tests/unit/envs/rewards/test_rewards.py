@@ -1,7 +1,5 @@
 """Every reward by name over records, as a task plays it; services are real servers on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

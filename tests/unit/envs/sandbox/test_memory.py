@@ -1,7 +1,5 @@
 """The memory of a program is that of all its processes together: real children, which each stay below the limit."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from unittest.mock import patch

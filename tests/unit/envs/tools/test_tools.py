@@ -1,7 +1,5 @@
 """The python tool runs in the sandbox, the search tool finds documents; both say what went wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
