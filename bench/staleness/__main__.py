@@ -1,7 +1,7 @@
-"""Does learning survive stale data, and which correction keeps it alive? See docs/staleness.md.
+"""Does learning survive stale data, and which correction keeps it alive? See docs/results/staleness.
 
 Run: python -m bench.staleness [--quick] [--resume] [--publish] [--workers 2]
-     python -m bench.staleness --charts     draws the committed results again
+     python -m bench.staleness --charts     prints the tables of the committed results and draws their charts again
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few updates, one seed: checks that it runs")
     parser.add_argument("--resume", action="store_true", help="keep the finished jobs of an interrupted run")
     parser.add_argument("--publish", action="store_true", help="replace the committed results by these")
-    parser.add_argument("--charts", action="store_true", help="only draw the charts of the committed results again")
+    parser.add_argument("--charts", action="store_true", help="only print the committed tables and draw the charts")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--out", type=Path, help="folder of the results; runs/staleness/full (or quick) by default")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -43,8 +43,9 @@ def main(words: Sequence[str] | None = None) -> int:
     folder = arguments.out or ROOT / "runs" / "staleness" / ("quick" if arguments.quick else "full")
     wanted, began = jobs(quick=arguments.quick), time.perf_counter()
     if arguments.charts:
-        parts = json.loads((COMMITTED / "results.json").read_text())["parts"]
-        write_charts(parts, COMMITTED, eval_every=wanted[0].plan.eval_every)
+        results = json.loads((COMMITTED / "results.json").read_text())
+        print(tables(results))
+        write_charts(results["parts"], COMMITTED, eval_every=wanted[0].plan.eval_every)
         return 0
     run_all(wanted, folder / "jobs", num_workers=arguments.workers, quick=arguments.quick, resume=arguments.resume)
     results = collect(wanted, folder / "jobs", wall_s=time.perf_counter() - began, workers=arguments.workers,
@@ -96,9 +97,9 @@ def write(results: dict[str, Any], folder: Path, *, eval_every: int) -> None:
 
 
 def publish(folder: Path) -> None:
-    """Copy what `write` made to the committed results."""
+    """Copy the records and charts that `write` made to the committed results, whose page is written by hand."""
     COMMITTED.mkdir(parents=True, exist_ok=True)
-    for path in [folder / "results.json", folder / "tables.md", *folder.glob("*.svg")]:
+    for path in [folder / "results.json", *folder.glob("*.svg")]:
         shutil.copy(path, COMMITTED / path.name)
 
 

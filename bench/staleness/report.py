@@ -33,7 +33,7 @@ def tables(results: Mapping[str, Any]) -> str:
         f"`{results['command']}`: {results['cpu_s']:.0f} CPU seconds on {results['workers']} processes, "
         f"{_wall(results)}. {seeds} seeds, {results['num_steps']} updates, learning rate {results['lr']:g}. Mean ± "
         f"standard deviation over seeds; chance is {CHANCE:.2f}. What it means: "
-        "[docs/staleness.md](../../staleness.md).",
+        "docs/results/staleness.",
         "Final = mean of the last four evaluations. Area = mean of all evaluations. A run has collapsed if its final "
         f"score is below {COLLAPSED:g} of the best arm's at lag 0.",
     ]

@@ -1,4 +1,4 @@
-"""Which correction keeps learning alive on stale data, in the real system? See docs/staleness.md.
+"""Which correction keeps learning alive on stale data, in the real system? See docs/results/staleness.
 
 Run: python -m bench.staleness_real [--quick] [--out FOLDER] [--seeds N ...] [--max-cells N] [--table] [--publish]
      python -m bench.staleness_real --arms vtrace impala --lags 24 --rates 3e-4 1e-3 --steps 60 --out FOLDER
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -96,11 +95,11 @@ def write_table(folder: Path, *, publish: bool) -> int:
         print(f"no results in {folder}", file=sys.stderr)
         return 1
     text = tables(results)
-    (folder / "tables.md").write_text(text)
     print(text)
+    if folder != COMMITTED:
+        (folder / "tables.md").write_text(text)
     if publish:
         COMMITTED.mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / "tables.md", COMMITTED / "tables.md")
         (COMMITTED / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in results))
     return 0
 

@@ -41,7 +41,8 @@ def test_the_pages_that_are_made_from_the_code_are_in_the_site_and_not_in_git(si
 
 
 def test_the_site_has_a_search_index_over_its_pages(site):
-    assert '"first_hour.html' in (site / "search" / "search_index.json").read_text()
+    assert '"first_hour.html' in (site / "search" / "search_index.js").read_text()
+    assert 'src="javascripts/iframe-worker.js"' in (site / "index.html").read_text()
 
 
 def test_links_lead_to_files_so_that_the_pages_can_be_opened_without_a_server(site):
