@@ -2,7 +2,7 @@
 
 Listens at ADDRESS (tcp://127.0.0.1:5601) as the hub of a run, and examines the actor that connects: it plays leases,
 acks, rejections, lost messages, new versions, damaged weights, DRAIN, STOP and restarts of the learner. The list of
-what passed and what failed, with reasons, is printed at the end; docs/protocol.md says what each name stands for.
+what passed and what failed, with reasons, is printed at the end; requirements.py says what each name means.
 
   COMMAND      starts the actor, up to four times; without it you are asked to start it by hand, three times
   --patience S seconds that the actor may take for a step (20)

@@ -28,7 +28,7 @@ REQUIREMENTS = {
     "tolerates": "longer arrays are read, and damaged or unknown frames are dropped, not obeyed",
     "fenced": "a fenced process does not come back",
 }
-"""Name -> what must hold. docs/protocol.md has the same table."""
+"""Name -> what must hold. The site's page of the session has the same table."""
 
 
 @dataclass

@@ -22,6 +22,7 @@ from learner.hub.context.weight_server import WeightServer
 from learner.hub.handlers.actors import ActorHandler
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.setup import open_ledger
+from streamrl import messages
 from streamrl.config.load import load_config
 from streamrl.messages import (
     FROM_WEIGHTS,
@@ -49,21 +50,30 @@ from streamrl.messages.codec import Decoder, encode, pack_ids, pack_logprobs
 from streamrl.stream.records import StepTaken
 from streamrl.transport.session import ActorSession, Deliver, Effect, Send
 from tests.conform.__main__ import RUN, settings_of
+from tests.conform.requirements import REQUIREMENTS
 from tests.conform.weights import Model
 
 MODEL = Model([("weight", "float32", (3, 2))], bytes(range(24)), msgspec.msgpack.encode({"config.json": b"{}"}))
 SETTINGS = (*RUN, "rollout.num_prompts_per_step=1", "run.seed=1", "hub.heartbeat_s=1")
-DECODERS = {way: Decoder(kinds) for way, kinds in (
-    ("actor to hub", TO_HUB), ("hub to actor", TO_ACTOR), ("actor to weights", TO_WEIGHTS),
-    ("weights to actor", FROM_WEIGHTS),
-)}
+KINDS = {
+    "actor to hub": TO_HUB, "hub to actor": TO_ACTOR, "actor to weights": TO_WEIGHTS, "weights to actor": FROM_WEIGHTS,
+}
+DECODERS = {way: Decoder(kinds) for way, kinds in KINDS.items()}
 HEAD = """# One session in bytes
 
 Every frame of a short session, as `python -m tests.contract.protocol_session` writes it from the hub's own handlers
 and ledger and an actor's own session. Under each name stand the fields of the body, then the frame, of
 which the first 16 bytes are the preamble. [Protocol](protocol.md) says what they mean. The task of this run has one
-setting, its model 24 bytes in three buckets.
+setting, its model 24 bytes in three buckets. The [tables of messages](#messages) stand at the end.
 """
+PARTS = (
+    "VersionRef Lineage Limits Lease Sampling Member SequenceStart Span Turn Rejection Layout TensorSpec Manifest "
+    "Probe Probed Base Offer NcclTicket NcclState IpcBufferTicket"
+).split()
+ENUMS = (
+    "ActorState Purpose Outcome ReturnReason MemberStatus RejectReason InstallSource StopReason PullMode ChunkStatus"
+).split()
+"""Structs inside messages, and the enums of their fields, in the order of the tables."""
 
 
 @dataclass
@@ -202,7 +212,34 @@ def page() -> str:
             play(one)
         finally:
             one.close()
-    return HEAD + "".join(_section(number, *frame) for number, frame in enumerate(one.frames, 1))
+    return HEAD + "".join(_section(number, *frame) for number, frame in enumerate(one.frames, 1)) + tables()
+
+
+def tables() -> str:
+    """Every message, struct and enum of the protocol, and what the examination of an actor requires."""
+    kinds = {(kind, cls) for known in KINDS.values() for kind, cls in known.items()}
+    rows = [
+        f"{kind} | `{cls.__name__}` | {', '.join(way for way, known in KINDS.items() if known.get(kind) is cls)} | "
+        f"{_fields(cls)}" for kind, cls in sorted(kinds, key=lambda one: (one[0], one[1].__name__))
+    ]
+    values = {name: ", ".join(f"{one.value} `{one.name}`" for one in getattr(messages, name)) for name in ENUMS}
+    return (
+        _table("Messages", "kind | name | direction | fields, in order", rows)
+        + _table("Parts of messages", "struct | fields, in order",
+                 [f"`{name}` | {_fields(getattr(messages, name))}" for name in PARTS])
+        + _table("Enums", "enum | values", [f"`{name}` | {text}" for name, text in values.items()])
+        + _table("Requirements of an actor", "`python -m tests.conform` asks | what must hold",
+                 [f"`{name}` | {sentence}" for name, sentence in REQUIREMENTS.items()])
+    )
+
+
+def _table(title: str, head: str, rows: list[str]) -> str:
+    line = "|".join("---" for _ in head.split(" | "))
+    return f"\n## {title}\n\n| {head} |\n|{line}|\n" + "".join(f"| {row} |\n" for row in rows)
+
+
+def _fields(cls: type[msgspec.Struct]) -> str:
+    return ", ".join(f"`{one.name}`" for one in msgspec.structs.fields(cls))
 
 
 def _section(number: int, way: str, frame: bytes, note: str, payload: bytes) -> str:

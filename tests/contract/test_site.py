@@ -41,7 +41,8 @@ def test_the_pages_that_are_made_from_the_code_are_in_the_site_and_not_in_git(si
 
 
 def test_the_site_has_a_search_index_over_its_pages(site):
-    assert '"first_hour.html' in (site / "search" / "search_index.js").read_text()
+    text = (site / "search" / "search_index.js").read_text()
+    assert '"first_hour.html' in text and '"boost":3},{"location":"rewards.html#' in text
     assert 'src="javascripts/iframe-worker.js"' in (site / "index.html").read_text()
 
 
