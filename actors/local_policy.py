@@ -17,7 +17,8 @@ from actors.engines.base import Engine, build_engine
 from actors.engines.native.weights import checkpoint_tensors
 from actors.render import Renderer, load_end_ids, load_tokenizer
 from actors.settings import engine_spec, make_renderer
-from streamrl.config.load import ALLOW, load_config, load_run_config
+from streamrl.config.load import load_config, load_run_config
+from streamrl.config.overrides import ALLOW
 from streamrl.config.schema import Config, SamplingConfig
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, StreamrlError

@@ -1,5 +1,8 @@
 """streamrl learner [key=value ...]    torchrun --nproc_per_node=N -m learner [key=value ...]
 
+  -m             one run, with actors, for each combination of comma-separated values: streamrl launch --help
+  --cfg job      print the composed settings as YAML, and run nothing
+
 The only finite process of a run: owns the version number, the leases (in its hub) and the checkpoint.
 """
 
@@ -14,10 +17,11 @@ from collections.abc import Callable
 from functools import partial
 
 from streamrl.commands import exit_at_once
-from streamrl.config.load import load_config
-from streamrl.errors import StreamrlError, one_sentence
+from streamrl.config.hydra_words import read_command_line
+from streamrl.config.load import composed_yaml, load_config
+from streamrl.errors import ConfigError, StreamrlError, one_sentence
 from streamrl.messages.printable import start_log
-from streamrl.parent_watch import NOTICE, end_with_parent, take_stdout
+from streamrl.parent_watch import NOTICE, end_with_parent, program, take_stdout
 from streamrl.process_memory import uncollected
 from streamrl.processes import keep_private
 from streamrl.run_dirs import choose_run_dir, name_or_path, note_start, numbered_run_dir
@@ -50,7 +54,16 @@ def main() -> int:
     prepare_allocator()
     try:
         told = log.debug if launched else log.info  # the launcher has said it
-        return learn(words, told, launched=launched)
+        line = read_command_line(words)
+        if line.multirun:  # several runs, each a learner with its actors
+            if "RANK" in os.environ:
+                raise ConfigError("torchrun starts one run: use streamrl launch -m launch.num_learner_ranks=N ...")
+            command = [*program("streamrl.cli"), "launch", *words]
+            os.execv(command[0], command)
+        if line.shows:
+            print(composed_yaml(line.words, resolves=line.resolves), end="")
+            return 0
+        return learn(line.words, told, launched=launched)
     except StreamrlError as error:
         log.error("%s", error)
         return 2 if isinstance(error, ValueError) else 1

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from streamrl.commands import status_of
-from streamrl.errors import ConfigError
 from streamrl.messages.printable import start_log
 from streamrl.processes import keep_private
 from streamrl.version import __version__
@@ -68,7 +67,9 @@ streamrl launch -m hydra/sweeper=optuna ...       a search of ranges such as 'ke
   experiment=NAME    settings of configs/experiment/, e.g. quickstart or smollm2
   algorithm=NAME     settings of configs/algorithm/, e.g. grpo or dapo
   key=value          any setting: streamrl settings --common, streamrl settings WORD
-  FILE.yaml          your own settings; words beside it override them. The config.yaml of a run repeats the run""",
+  FILE.yaml          your own settings; words beside it override them. The config.yaml of a run repeats the run
+  --cfg job          print the composed settings as YAML, and run nothing; --resolve with values for references
+  -cd DIR, -cn NAME  config groups and a settings file in a directory of your own: docs/settings.md""",
     "settings": """streamrl settings [--common] [WORD ...]    settings with type, default and meaning
 
   WORD        only those whose line contains every word
@@ -147,24 +148,28 @@ def launch(overrides: list[str]) -> int:
     from streamrl.parent_watch import watch
 
     watch(lambda: os.kill(os.getpid(), signal.SIGTERM))  # a sweep started this run
-    words = [word for word in overrides if word not in ("-m", "--multirun")]
-    if len(words) < len(overrides):
+    from streamrl.config.hydra_words import read_command_line
+
+    line = read_command_line(overrides)
+    if line.shows:
+        from streamrl.config.load import composed_yaml
+
+        print(composed_yaml(line.words, resolves=line.resolves), end="")
+        return 0
+    if line.multirun:
         from streamrl.sweep.sweep import launch_sweep
 
-        return launch_sweep(words)
+        return launch_sweep(line.words)
     from streamrl.launch import launch_run
 
-    for word in words:
-        if word.startswith("sweep."):
-            raise ConfigError(f"`{word}` is a setting of a sweep: use it with streamrl launch -m, or leave it out")
-    return launch_run(words)[1]
+    return launch_run(line.words)[1]
 
 
 def settings(words: list[str]) -> int:
     """Print settings under their sections: all, the common ones, or those whose line contains every word."""
     from streamrl.config.aliases import COMMON
-    from streamrl.config.load import nearest_setting
-    from streamrl.config.load import settings as all_settings
+    from streamrl.config.catalog import nearest_setting
+    from streamrl.config.catalog import settings as all_settings
 
     wanted = [word.lower() for word in words if word != "--common"]
     section = ""

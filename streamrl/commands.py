@@ -1,4 +1,4 @@
-"""What commands have in common: the exit status, the error in a sentence, the arguments of those that read a log."""
+"""Common parts of the commands: the exit status, the error in a sentence, the arguments of those that read a log."""
 
 from __future__ import annotations
 

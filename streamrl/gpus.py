@@ -31,7 +31,7 @@ class Gpu:
 
 
 def read_gpus() -> list[Gpu]:
-    """All GPUs that the driver lists, whatever CUDA_VISIBLE_DEVICES says; none without nvidia-smi."""
+    """The GPUs that the driver lists, whatever CUDA_VISIBLE_DEVICES says; none without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits"]
@@ -77,7 +77,7 @@ def gpu_of(device: str, environment: Mapping[str, str] | None = None) -> Gpu | N
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who computes where: GPU names for CUDA_VISIBLE_DEVICES; empty leaves a process as it is.
+    """The GPUs of each process: names for CUDA_VISIBLE_DEVICES; empty leaves a process as it is.
 
     `learner_share` and `actor_shares`: the part of its GPUs' memory that each plans with; None is all of it.
     """

@@ -129,7 +129,7 @@ class Launcher:
 
     @contextmanager
     def _control(self) -> Iterator[None]:
-        """Inside, other commands reach this process by the note in the run directory."""
+        """Let other commands reach this process by the note in the run directory."""
         path, context = self.run_dir / LAUNCH_NOTE, zmq.Context()
         self._requests = ControlServer(context, self._answer)
         write_atomic(path, json.dumps({**note(self._requests.endpoint), "actors": self.config.launch.num_actors}))

@@ -183,7 +183,7 @@ def keep_private() -> None:
 
 @contextmanager
 def for_all() -> Iterator[None]:
-    """Inside, files are made as the user has it: in a cache of downloads, which several users may share."""
+    """Make files as the user has it: in a cache of downloads, which several users may share."""
     before = os.umask(PRIVATE)
     os.umask(int(os.environ.get(_USERS_UMASK, f"{before:o}"), 8))
     try:

@@ -88,7 +88,7 @@ def find_run_dir(word: str | os.PathLike[str], root: Path = RUNS) -> Path:
 
 @contextmanager
 def launch_lock(run_dir: Path) -> Iterator[None]:
-    """Inside, this process alone launches the run in this directory, which is made; no learner has it either.
+    """Hold the run in this directory, which is made, for this launcher alone; no learner has it either.
 
     Raises:
         RunLockedError: another process has the run.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from learner.fit.models import PUBLISHED, config_of_model, values_of_model
 from streamrl.commands import parsed, status_of
-from streamrl.config.load import check_overrides
+from streamrl.config.overrides import check_names
 
 if TYPE_CHECKING:  # torch is imported once the words are known to be good
     from learner.fit.proposal import Machine, Planner, Proposal
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--context", type=_count, default=8192, metavar="TOKENS",
                         help="of the longest prompt and answer (8192)")
     given = parsed(parser, words="settings that are kept")
-    check_overrides(given.words)
+    check_names(given.words)
     values_of_model(given.model)
     from transformers.utils import logging as transformers_logging
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from envs.data.hub import hub_answers
-from streamrl.config.wording import did_you_mean
 from streamrl.errors import ConfigError
+from streamrl.extension import did_you_mean
 from streamrl.weights.model_folder import check_folder, declared_quantization, refusal_of
 
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}

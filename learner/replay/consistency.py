@@ -16,8 +16,8 @@ from typing import Any
 
 from learner.data.trajectories import check_groups, read_groups
 from streamrl.config.load import from_plain, run_settings, to_plain
+from streamrl.config.overrides import leaves
 from streamrl.config.rules import steps_per_batch
-from streamrl.config.settings_file import leaves
 from streamrl.errors import WireError
 from streamrl.messages import PlanRow
 from streamrl.metrics.files import read_lines, read_object

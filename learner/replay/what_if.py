@@ -16,9 +16,10 @@ from learner.loop.retrain import Retrained
 from learner.replay.opened import OpenedRun, join_ranks, notifier, open_run
 from streamrl.algorithms import SURROGATES
 from streamrl.commands import parsed, parser_of, status_of
-from streamrl.config.load import ALLOW, CONFIGS, load_config, load_run_config
+from streamrl.config.composition import CONFIGS
+from streamrl.config.load import load_config, load_run_config
+from streamrl.config.overrides import ALLOW, leaves, to_overrides
 from streamrl.config.schema import Config
-from streamrl.config.settings_file import as_words, leaves
 from streamrl.errors import ConfigError
 from streamrl.extension import did_you_mean
 from streamrl.metrics.files import write_atomic
@@ -81,10 +82,10 @@ def _of_algorithm(path: Path, name: str) -> list[str]:
         return [str(path)]
     if name in presets:  # what the run's own algorithm may have set gives way to the defaults, then to the preset
         typed = [f"{key}=" for keys in presets.values() for key in keys if not key.startswith(OF_STREAM)]
-        return [*as_words(str(path), yaml.safe_load(path.read_text()), typed), f"algorithm={name}"]
+        return [*to_overrides(str(path), yaml.safe_load(path.read_text()), typed), f"algorithm={name}"]
     if name in SURROGATES:
         typed = ["loss.surrogate=", "loss.anchor=", "loss.options=", "loss.dual_clip=", "loss.cap="]
-        own = as_words(str(path), yaml.safe_load(path.read_text()), typed)
+        own = to_overrides(str(path), yaml.safe_load(path.read_text()), typed)
         return [*own, f"loss.surrogate={name}"]
     raise ConfigError(
         f"algorithm={name} is unknown:{did_you_mean(name, [*presets, *SURROGATES])} give one of "

@@ -38,7 +38,7 @@ def find_models(
 
 
 def _named(path: str, setting: str) -> tuple[Path, int] | None:
-    """As `named_version`, for a run's name without runs/ too. Raises ConfigError: there is no such run."""
+    """The run and version of RUN@N, for a run's name without runs/ too. Raises ConfigError: there is no such run."""
     if (named := named_version(path)) is not None or Path(path).exists() or not NAMED.fullmatch(path) or "://" in path:
         return named
     run, _, version = path.rpartition("@")

@@ -53,7 +53,7 @@ NUM_PROMPTS, MEASURE_S = 64, 0.5
 
 
 def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None) -> None:
-    """All checks of a run that is launched on this machine.
+    """Check a run that is launched on this machine.
 
     Args:
         notify: called with a line about each check that takes long.

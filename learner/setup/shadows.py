@@ -12,7 +12,8 @@ from learner.objective.regularizers import Regularizers
 from learner.objective.shadow import Shadow
 from learner.objective.token_batch import POLICY, PROXIMAL, SQUARE_NORMS, VALUES
 from streamrl.algorithms import SURROGATES, find_surrogate
-from streamrl.config.load import algorithm_preset, group_files
+from streamrl.config.composition import group_files
+from streamrl.config.load import algorithm_preset
 from streamrl.config.schema import AdvantageConfig, ConstraintConfig, DistillConfig, KlConfig, LossConfig
 from streamrl.errors import ConfigError
 from streamrl.extension import did_you_mean

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.api.reward_source import module_of
-from streamrl.config.settings_file import literal
+from streamrl.config.overrides import literal
 from streamrl.errors import ConfigError
 
 FOLDER = "inputs"

@@ -9,7 +9,7 @@ from typing import Any
 
 from learner.setup.trainer import lone_trainer, save_policy
 from learner.sources.recorded import RecordedBatches
-from streamrl.api.words import words_of
+from streamrl.api.overrides import words_of
 from streamrl.config.load import load_config
 from streamrl.messages import Group, Member, MemberStatus, Outcome, ReturnReason, Sampling, Span, Turn
 from streamrl.messages.codec import encode, pack_ids, pack_logprobs

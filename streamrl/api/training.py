@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.api.inputs import Inputs, Records, Reward
+from streamrl.api.overrides import words_of
 from streamrl.api.progress import Callback, PythonCaller
 from streamrl.api.runs import Run, load_run
-from streamrl.api.words import words_of
 from streamrl.errors import ControlError, RunFailedError
 from streamrl.launch import EXIT_INTERRUPTED, launch_run
 from streamrl.run_dirs import name_or_path

@@ -211,19 +211,6 @@ NOT_HERE: dict[str, str] = {
 }
 """What people look for and will not find, and what there is."""
 
-HYDRA_SWEEPS = {
-    "hydra/sweeper": "sweep.sampler", "hydra/sweeper/sampler": "sweep.sampler", "hydra.sweep.dir": "sweep.dir",
-    "hydra.sweeper.n_trials": "sweep.num_trials", "hydra.sweeper.direction": "sweep.direction",
-    "hydra.sweeper.n_jobs": "sweep.num_parallel", "hydra.launcher.n_jobs": "sweep.num_parallel",
-}
-"""Names of our settings in hydra's Optuna sweeper and joblib launcher; a sweep takes both names."""
-HYDRA = {
-    "hydra.run.dir": "run.dir", "hydra.job.name": "run.name", "hydra.sweep.subdir": "sweep.dir",
-    "hydra.mode": "streamrl launch -m", "hydra/launcher": "sweep.num_parallel", "hydra.verbose": "STREAMRL_LOG",
-    "hydra.output_subdir": "run.dir", "hydra.searchpath": "a settings file, as streamrl launch my.yaml",
-}
-"""The counterpart of each of hydra's own options: nothing but hydra's grammar is used."""
-
 COMMON = (
     "policy.model_path", "env.name", "env.path", "trainer.num_steps", "policy.optimizer.lr",
     "rollout.num_prompts_per_step", "rollout.num_responses_per_prompt", "rollout.train.sampling.max_new_tokens",

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 
 from streamrl.config.addresses import check_endpoint, is_address, is_loopback, is_wildcard
 from streamrl.config.devices import check_devices, check_engine, check_ranks
-from streamrl.config.ranges import out_of_range
 from streamrl.config.schema import (
     AdaptiveRule,
     Config,
@@ -119,8 +118,6 @@ def _need(condition: bool, message: str) -> None:
 
 
 def _check_ranges(config: Config) -> None:
-    for message in out_of_range(config):
-        raise ConfigError(message)
     for split in ("train", "test"):
         sampling, name = getattr(config.rollout, split).sampling, f"rollout.{split}.sampling"
         top_k = sampling.top_k

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from streamrl.config.ranges import ranged
+from msgspec import Meta
+
+from streamrl.config import Count, NonNegative, Positive, PositiveInt, Share
 from streamrl.config.schema_algorithm import *
 from streamrl.config.schema_system import *
 from streamrl.config.schema_task import *
@@ -25,10 +27,10 @@ LoraInit = StrEnum("LoraInit", ["default", "gaussian"])
 
 @dataclass
 class TrainerConfig:
-    num_steps: int = ranged(100, gt=0)
+    num_steps: PositiveInt = 100
     """Steps to do, then the run ends by itself. A step trains one batch, in `learner.num_minibatches` x
     `learner.num_epochs` optimizer steps; every other setting in steps counts batches too."""
-    num_epochs: float | None = ranged(None, gt=0)
+    num_epochs: Positive | None = None
     """Passes over the training records, in place of `trainer.num_steps`: as many steps as they have batches."""
     eval_only: bool = False
     """Evaluate the starting weights once and exit; nothing is trained."""
@@ -46,25 +48,25 @@ class RunConfig:
     """One seed for everything: data order, per-lease sampling seeds, initialization."""
     device: str = "auto"
     """Device of the learner: auto, cpu, cuda."""
-    num_threads: int = ranged(1, ge=0)
+    num_threads: Count = 1
     """Torch threads of each learner rank on a CPU; 0 leaves torch's own choice."""
-    shutdown_s: float = ranged(10.0, gt=0)
+    shutdown_s: Positive = 10.0
     """How long an orderly stop may take before force is used; a step and its checkpoint may take longer."""
 
 
 @dataclass
 class SamplingConfig:
-    temperature: float = ranged(1.0, ge=0)
+    temperature: NonNegative = 1.0
     """Divides the logits; 0 is greedy."""
-    top_p: float = ranged(1.0, gt=0, le=1)
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Keep the smallest set of tokens with this probability mass."""
     top_k: int = -1
     """Keep the k most likely tokens; -1 keeps all."""
-    min_p: float = ranged(0.0, ge=0, lt=1)
+    min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Keep tokens at least this likely relative to the most likely one."""
-    max_kept: int = ranged(1024, gt=0, lt=65536)
+    max_kept: Annotated[int, Meta(gt=0, lt=65536)] = 1024
     """Most tokens that training with top_p or min_p draws from, the most likely: the set travels to the learner."""
-    max_new_tokens: int = ranged(64, gt=0)
+    max_new_tokens: PositiveInt = 64
     """Most new tokens of one turn."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a turn; they stay in the output."""
@@ -80,15 +82,15 @@ class SplitConfig:
 
 @dataclass
 class EvalSamplingConfig:
-    temperature: float | None = ranged(None, ge=0)
+    temperature: NonNegative | None = None
     """As `rollout.train.sampling.temperature`, which null takes; 0 is greedy."""
-    top_p: float | None = ranged(None, gt=0, le=1)
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Keep the smallest set of tokens with this probability mass; null is as in training."""
     top_k: int | None = None
     """Keep the k most likely tokens, -1 all; null is as in training."""
-    min_p: float | None = ranged(None, ge=0, lt=1)
+    min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
     """Keep tokens at least this likely relative to the most likely one; null is as in training."""
-    max_new_tokens: int | None = ranged(None, gt=0)
+    max_new_tokens: PositiveInt | None = None
     """Most new tokens of one turn; null is as in training."""
     stop: list[str] | None = None
     """Texts that end a turn; null is as in training."""
@@ -104,11 +106,11 @@ class EvalSplitConfig:
 
 @dataclass
 class RolloutConfig:
-    num_prompts_per_step: int = ranged(16, ge=1)
+    num_prompts_per_step: PositiveInt = 16
     """B: groups of one batch, which a step consumes."""
-    num_responses_per_prompt: int = ranged(8, ge=1, le=1024, why="one lease holds no more")
+    num_responses_per_prompt: Annotated[int, Meta(ge=1, le=1024)] = 8
     """G: trajectories of one group."""
-    max_prompt_tokens: int = ranged(1024, gt=0)
+    max_prompt_tokens: PositiveInt = 1024
     """Most tokens of a prompt; `data.prompt_overflow` says what becomes of a longer one."""
     train: SplitConfig = field(default_factory=SplitConfig)
     """How training trajectories are sampled."""
@@ -116,19 +118,19 @@ class RolloutConfig:
     """How evaluation trajectories are sampled: as in training, unless set."""
     group_policy: GroupPolicy = GroupPolicy.reissue_missing
     """What happens to a group with missing members."""
-    num_min_members: int = ranged(2, gt=0)
+    num_min_members: PositiveInt = 2
     """Fewest members of a group under `rollout.group_policy=accept_partial`."""
 
 
 @dataclass
 class EvalConfig:
-    every_steps: int = ranged(25, ge=0)
+    every_steps: Count = 25
     """Evaluate after every so many steps; the last version is always evaluated unless num_samples is 0."""
     at_start: bool = True
     """Evaluate the starting weights too; the first step waits for it."""
-    num_samples: int = ranged(100, ge=0)
+    num_samples: Count = 100
     """Held-out prompts of one evaluation; 0 turns it off, but for sets with a num_samples of their own."""
-    num_responses: int = ranged(1, ge=1, le=256)
+    num_responses: Annotated[int, Meta(ge=1, le=256)] = 1
     """Answers of each prompt; with more than one, pass@k is logged beside the mean, and they must be sampled."""
     solved_score: float = 1.0
     """The least score of an answer that counts as right for pass@k."""
@@ -136,7 +138,7 @@ class EvalConfig:
     """More evaluation sets by name: a file, or a mapping of path, data, env, reward, sampling, num_samples ..."""
     pin: bool = True
     """Answer every prompt of an evaluation with one version: actors that take part install the next one afterwards."""
-    pin_s: float = ranged(1800.0, gt=0)
+    pin_s: Positive = 1800.0
     """Longest time for which an evaluation may delay an install; then it ends with the answers that are there."""
 
 
@@ -144,7 +146,7 @@ class EvalConfig:
 class OptimizerConfig:
     name: str = "adamw"
     """adamw, sgd, muon (its vectors, embeddings and head by adamw), adam8bit, or your own `package.module:function`."""
-    lr: float = ranged(1e-6, gt=0)
+    lr: Positive = 1e-6
     """Peak learning rate."""
     beta1: float = 0.9
     """Decay of Adam's first moment."""
@@ -158,7 +160,7 @@ class OptimizerConfig:
     """Keep the moments in host memory between steps: a GPU holds those of some parameters at a time."""
     options: dict[str, Any] = field(default_factory=dict)
     """The optimizer's own constants: momentum and nesterov of sgd and muon, ns_steps of muon."""
-    max_grad_norm: float = ranged(1.0, gt=0)
+    max_grad_norm: Positive = 1.0
     """Clip the global gradient norm to this."""
 
 
@@ -167,11 +169,11 @@ class ScheduleConfig:
     name: str = "constant"
     """constant, linear, cosine_with_min_lr, cosine_with_restarts, polynomial, inverse_sqrt, warmup_stable_decay (WSD),
     or your own `package.module:function`, which is called as transformers' `get_wsd_schedule` is."""
-    warmup_ratio: float = ranged(0.0, ge=0, lt=1, why="it is a share of the steps")
+    warmup_ratio: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Share of the steps over which the rate rises linearly from 0."""
-    num_warmup_steps: int | None = ranged(None, ge=0)
+    num_warmup_steps: Count | None = None
     """The same in steps, in place of the share."""
-    decay_ratio: float = ranged(0.1, ge=0, le=1)
+    decay_ratio: Share = 0.1
     """Share of the steps, at the end, over which warmup_stable_decay falls."""
     min_lr: float = 0.0
     """What the rate falls to."""
@@ -187,7 +189,7 @@ class CriticConfig:
     model_path: str | None = None
     """The critic's start: a model, a reward model (with its head), or RUN/critic of another run; null is the policy's
     own model, with a new value head."""
-    num_steps: int = ranged(1, ge=1)
+    num_steps: PositiveInt = 1
     """Optimizer steps of the critic on each batch, however many the policy takes."""
     num_warmup_steps: int = 0
     """Steps at the start of a run in which only the critic learns; the policy's learning-rate schedule begins after."""
@@ -203,7 +205,7 @@ class CriticConfig:
 class SchedulerConfig(ScheduleConfig):
     ess_rule: EssRule = EssRule.none
     """Scale the rate of a step by its batch's ESS (`ess/sequence_clipped`): sqrt suits Adam, linear SGD."""
-    ess_floor: float = ranged(0.1, ge=0, le=1)
+    ess_floor: Share = 0.1
     """Smallest factor that `policy.scheduler.ess_rule` may give."""
 
 
@@ -229,11 +231,11 @@ class TinyModelConfig:
 
 @dataclass
 class LoraConfig:
-    rank: int | None = ranged(None, gt=0)
+    rank: PositiveInt | None = None
     """Train low-rank factors of this rank beside frozen weights (LoRA); null trains every weight."""
-    alpha: float = ranged(32.0, gt=0)
+    alpha: Positive = 32.0
     """The factors' product is scaled by alpha / rank, so that a good learning rate hardly depends on the rank."""
-    lr_scale: float = ranged(10.0, gt=0)
+    lr_scale: Positive = 10.0
     """Factor on `policy.optimizer.lr`: adapters learn best at about ten times the rate of full training."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Layers with an adapter, by name or the end of one; all-linear is every linear layer but the output layer. The

@@ -1,12 +1,14 @@
-"""How data become a loss: filters, rewards, staleness, credit, surrogate, KL, entropy, constraints."""
+"""Settings of the loss: filters, rewards, staleness, credit, surrogate, KL, entropy, constraints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from streamrl.config.ranges import ranged
+from msgspec import Meta
+
+from streamrl.config import Count, NonNegative, Positive, PositiveInt, Share
 
 AdaptiveRule = StrEnum("AdaptiveRule", ["ess", "goodput", "fixed"])
 ConstraintMethod = StrEnum("ConstraintMethod", ["lagrangian", "pid", "penalty"])
@@ -44,13 +46,13 @@ class AdaptiveConfig:
     """Smallest lead that the rule may choose; the circuit breaker may go below it."""
     max_eta: int = 16
     """Largest lead that the rule may choose."""
-    ess_target: float = ranged(0.5, gt=0, lt=1)
+    ess_target: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """ESS of whole trajectories (`ess/sequence_clipped`) that the largest admitted lag should still have."""
-    m2_target: float = ranged(0.04, gt=0)
+    m2_target: Positive = 0.04
     """Budget of drift, mean squared log-ratio of a token: for off-policy masking, publishing and the group spread."""
-    half_life_steps: float = ranged(30.0, gt=0)
+    half_life_steps: Positive = 30.0
     """Steps after which an old measurement of the drift counts half."""
-    num_trial_steps: int = ranged(20, ge=2)
+    num_trial_steps: Annotated[int, Meta(ge=2)] = 20
     """Steps for which `goodput` measures one lead before it tries the next."""
     breaker: bool = True
     """Halve the lead when the ESS falls, gradients jump or drift oscillates; drain the queue in the worst case."""
@@ -60,7 +62,7 @@ class AdaptiveConfig:
 
 @dataclass
 class OverlongConfig:
-    cache_ratio: float = ranged(0.0, ge=0, le=1)
+    cache_ratio: Share = 0.0
     """Soft overlong penalty: the reward falls by up to 1 over this last part of the allowed new tokens; 0 is off."""
     scale: float = 1.0
     """Size of the penalty at the limit."""
@@ -85,12 +87,12 @@ class ObjectivesConfig:
 
 @dataclass
 class StalenessConfig:
-    eta: int = ranged(1, ge=0)
+    eta: Count = 1
     """Allowed lead in batches: how far generation may run ahead of training. 0 is strictly synchronous."""
-    force: int | None = ranged(None, ge=0)
+    force: Count | None = None
     """For experiments on stale data: every batch trains at a lag of exactly so many batches, in place of `eta`. The
     learner waits until everything that this lead allows has been generated; null is off."""
-    num_lookahead_groups: int | None = ranged(None, ge=0)
+    num_lookahead_groups: Count | None = None
     """W: how many later groups may overtake an unfinished one when a batch is cut; null means B (0 with mode=wait)."""
     max_lag: int | None = None
     """Bound on `version - token version` at every optimizer step; null derives eta + ceil(W / B), or with S > 1
@@ -122,27 +124,27 @@ class AdvantageConfig:
     """Divide centered scores by: none, std (of the group) or batch_std."""
     whiten: str = "none"
     """Normalize the advantages of all tokens of a batch to mean 0 and std 1: none or batch."""
-    gamma: float = ranged(1.0, ge=0, le=1)
+    gamma: Share = 1.0
     """Discount of later rewards."""
     discount: Discount = Discount.token
     """Apply gamma at every `token`, or once at the end of every `turn`."""
-    lam: float = ranged(1.0, ge=0, le=1)
+    lam: Share = 1.0
     """Trace decay."""
     rho_bar: float = 1.0
     """Cap of the ratio in the last step's error (V-trace)."""
-    rho_bar_ess_target: float | None = ranged(None, gt=0, le=1)
+    rho_bar_ess_target: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Choose rho_bar every step: the largest cap up to 10 whose clipped-sequence ESS reaches this; null is off."""
-    c_bar: float = ranged(1.0, gt=0)
+    c_bar: Positive = 1.0
     """Cap of the ratio in the trace (V-trace)."""
     rho_bar_pg: float | None = None
     """Cap of the token's own ratio inside the estimator (published IMPALA form); null leaves it to the surrogate."""
     segment: Segment = Segment.turn
     """Segments of `vtrace_segments`: whole turns, or blocks of `advantage.segment_tokens`."""
-    segment_tokens: int = ranged(32, ge=1)
+    segment_tokens: PositiveInt = 32
     """Tokens of one block."""
-    weight_cap: float = ranged(2.0, gt=0)
+    weight_cap: Positive = 2.0
     """Cap of the sequence ratios that weigh siblings in `weighted_leave_one_out` and `opob`."""
-    min_ess: float = ranged(2.0, ge=0)
+    min_ess: NonNegative = 2.0
     """With fewer effective siblings `weighted_leave_one_out` is a plain leave-one-out."""
     options: dict[str, Any] = field(default_factory=dict)
     """The estimator's own constants by name, e.g. {n: 8} of n_step, {eps: 0.2} of clipped_is, {leak: 0.9} of vtrace."""
@@ -152,28 +154,28 @@ class AdvantageConfig:
 class LossConfig:
     surrogate: str = "ppo_clip"
     """Trust region: a key of `streamrl.algorithms.SURROGATES`, or your own as package.module:function."""
-    clip_low: float = ranged(0.2, ge=0, lt=1)
+    clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
     """Lower clip distance of the ratio from 1."""
-    clip_high: float = ranged(0.28, ge=0)
+    clip_high: NonNegative = 0.28
     """Upper clip distance of the ratio from 1."""
     dual_clip: float | None = 3.0
     """Cap of the loss of negative advantages, in units of the advantage; null is off."""
-    cap: float | None = ranged(None, gt=0)
+    cap: Positive | None = None
     """Cap of the importance weight in surrogates that truncate it (tis, cispo, seq_tis ...); null is their own."""
     options: dict[str, Any] = field(default_factory=dict)
     """The surrogate's own constants by name, e.g. {budget: 0.04} of m2po, {ratio_cap: 4} of ppo_clip."""
     anchor: str | None = None
     """Denominator of the ratio: behavior, recomputed, loglinear, ewma; null is the surrogate's usual one."""
-    ewma_decay: float = ranged(0.95, ge=0, lt=1)
+    ewma_decay: Annotated[float, Meta(ge=0, lt=1)] = 0.95
     """Decay of the averaged weights behind `loss.anchor=ewma`, for each step (batch)."""
     correction: str = "disabled"
     """Importance weights and rejection between actor and learner: a key of `streamrl.algorithms.CORRECTION_PRESETS`, or
     your own as package.module:function."""
-    opsm_delta: float | None = ranged(None, ge=0)
+    opsm_delta: NonNegative | None = None
     """Drop harmful tokens of trajectories whose mean log-ratio is below minus this; null is off."""
     opsm_when: OpsmWhen = OpsmWhen.always
     """`over_budget` masks them only while the drift at the mean lag exceeds its target."""
-    zscore_bound: float | None = ranged(None, gt=0)
+    zscore_bound: Positive | None = None
     """Drop harmful tokens whose log-ratio is this many standard deviations of their lag's drift; null is off."""
     veto_low: float | None = 1e-4
     """Drop a trajectory if one of its token ratios is below this; null is off."""
@@ -181,16 +183,16 @@ class LossConfig:
     """Drop a trajectory if one of its token ratios is above this; null is off."""
     veto_stat: VetoStat = VetoStat.any
     """Compare `any` single ratio of the trajectory with the bounds, or their `mean`."""
-    veto_kl: float | None = ranged(None, gt=0)
+    veto_kl: Positive | None = None
     """Drop a trajectory if the KL estimate `ratio - 1 - log ratio` of one of its tokens is above this; null is off."""
     veto_scope: VetoScope = VetoScope.trajectory
     """What a veto drops: the whole `trajectory`, or its `suffix` from the first vetoed token on."""
     exact_at_lag_zero: bool = False
     """Take the ratio of tokens that the current version sampled to be exactly 1, which leaves out how far the engine's
     log-probs are from the learner's; older tokens keep the recorded one."""
-    entropy_coef: float = ranged(0.0, ge=0)
+    entropy_coef: NonNegative = 0.0
     """Bonus on the mean token entropy."""
-    behavior_penalty: float = ranged(0.0, ge=0)
+    behavior_penalty: NonNegative = 0.0
     """Weight of the squared log-ratio that pulls the policy back to where its data came from."""
     avg_level: str = "token-mean"
     """How token losses are averaged: token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm,
@@ -211,9 +213,9 @@ class KlConfig:
     mode: str = "off"
     """Pull toward the reference model: off; in the reward (reward_k1); in the advantages (advantage); in the loss
     (k2_is, k1_is, k3_is, k2, k3, k1+, k3+)."""
-    coef: float | None = ranged(None, ge=0)
+    coef: NonNegative | None = None
     """Weight of the KL term, where a controller starts; null is 0.001 if constant, else 0.2."""
-    cap: float = ranged(2.0, gt=0)
+    cap: Positive = 2.0
     """Cap of the KL term's own importance weight (k2_is, constraint.kl_limit; advantage, teacher without a ratio)."""
     allow_biased: bool = False
     """Permit k3, and on stale data k2, k1+ and k3+, whose gradient is not that of the reverse KL."""
@@ -231,7 +233,7 @@ class KlConfig:
 class ReferenceConfig:
     model_path: str | None = None
     """The KL term's reference model, a local checkpoint with the policy's vocabulary; null is the run's start."""
-    sync_every_steps: int = ranged(0, ge=0)
+    sync_every_steps: Count = 0
     """Replace the reference by the current policy every so many steps; 0 never."""
     offload: bool = False
     """Keep the reference model's shards in host memory: each layer's are copied to the GPU as it computes."""
@@ -242,32 +244,32 @@ class DistillConfig:
     teacher: str | None = None
     """On-policy distillation: a frozen model with the policy's tokens, whose log-probs of what the policy sampled
     become advantages: a checkpoint, a name of the model hub, RUN@N, or http://HOST:PORT/v1; null is off."""
-    coef: float = ranged(1.0, gt=0)
+    coef: Positive = 1.0
     """Weight of `log teacher - log policy`, the advantage of each token."""
     center: bool = True
     """Subtract the batch's mean of `log teacher - log policy`: a baseline, without which nearly every advantage of an
     untrained student is negative."""
-    reward_weight: float = ranged(1.0, ge=0)
+    reward_weight: NonNegative = 1.0
     """Weight of the advantages by the task's reward beside the teacher's; 0 learns from the teacher alone."""
 
 
 @dataclass
 class DpoConfig:
-    beta: float = ranged(0.1, gt=0)
+    beta: Positive = 0.1
     """Of `streamrl dpo`: weight of the log-ratio to the reference, the reward that the loss compares."""
-    label_smoothing: float = ranged(0.0, ge=0, lt=0.5)
+    label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0
     """Share of the pairs that may be the wrong way round."""
-    sft_weight: float = ranged(0.0, ge=0)
+    sft_weight: NonNegative = 0.0
     """Weight of the chosen answers' cross entropy, per token, added to the loss."""
 
 
 @dataclass
 class EntropyConfig:
-    target: float | None = ranged(None, gt=0)
+    target: Positive | None = None
     """Mean token entropy in nats that `entropy.adapt` aims at; above it no bonus is paid."""
     adapt: EntropyAdapt = EntropyAdapt.none
     """What moves to hold the target: `coef` moves loss.entropy_coef, `clip_high` moves loss.clip_high, none nothing."""
-    step: float = ranged(0.005, gt=0)
+    step: Positive = 0.005
     """How far it moves per optimizer step."""
     low: float | None = None
     """Lowest value it may take; null is 0 for the bonus and 0.2 for the clip."""
@@ -277,9 +279,9 @@ class EntropyConfig:
 
 @dataclass
 class ConstraintConfig:
-    kl_limit: float | None = ranged(None, gt=0)
+    kl_limit: Positive | None = None
     """The mean KL to the reference model in nats per token must stay below this; null is off."""
-    entropy_min: float | None = ranged(None, gt=0)
+    entropy_min: Positive | None = None
     """The mean token entropy in nats must stay above this; null is off."""
     method: ConstraintMethod = ConstraintMethod.lagrangian
     """How a violation becomes a weight: dual ascent, a PID controller, or the slope of a squared penalty."""

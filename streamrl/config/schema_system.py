@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from streamrl.config.ranges import ranged
+from msgspec import Meta
+
+from streamrl.config import Count, NonNegative, Positive, PositiveInt, Share
 
 Attention = StrEnum(
     "Attention", ["auto", "sdpa", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"]
@@ -26,15 +28,15 @@ WireDtype = StrEnum("WireDtype", ["auto", "float32", "bfloat16"])
 
 @dataclass
 class MeshConfig:
-    replicate: int = ranged(1, gt=0)
+    replicate: PositiveInt = 1
     """Copies of the sharded model, which add gradients up once a step: 2 where the ranks of each of two machines hold a
     copy, so that only gradients cross between them. It must divide `launch.num_learner_ranks`."""
-    shard: int | None = ranged(None, gt=0)
+    shard: PositiveInt | None = None
     """Ranks that share one copy (FSDP2); null is all that the other axes leave."""
-    context: int = ranged(1, gt=0)
+    context: PositiveInt = 1
     """Ranks that each compute a part of every packed row, so that a trajectory may be that much longer than the budget
     of one; they train on the same groups. Attention gathers keys and values over them."""
-    tensor: int = ranged(1, gt=0)
+    tensor: PositiveInt = 1
     """Ranks that divide every matrix and train on the same groups, for layers that are too large for one device; by the
     model's plan in transformers, and a model without one is refused. These ranks should be on one machine."""
 
@@ -43,15 +45,15 @@ class MeshConfig:
 class LearnerConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """How the learner's ranks divide the model."""
-    num_minibatches: int = ranged(1, ge=1)
+    num_minibatches: PositiveInt = 1
     """K: equal parts of a batch, in whole groups, that get an optimizer step each; it must divide
     `rollout.num_prompts_per_step`."""
-    num_epochs: int = ranged(1, ge=1)
+    num_epochs: PositiveInt = 1
     """E: passes over a batch. It takes K x E optimizer steps; versions and lags count optimizer steps."""
-    max_tokens_per_device: int = ranged(4096, gt=0)
+    max_tokens_per_device: PositiveInt = 4096
     """Token budget of one packed micro-batch on one rank; times `learner.mesh.context` it must hold the longest prompt
     and response."""
-    logprob_chunk_tokens: int = ranged(1024, gt=0)
+    logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once."""
     share_prompts: bool = True
     """Compute a prompt once for all answers to it in a micro-batch, and once what its prompts begin with; models for
@@ -73,20 +75,20 @@ class LearnerConfig:
     gradient_cosine: bool = False
     """Measure how far each step's gradient points along that of the step before (`policy/grad_cosine`), which old data
     align; keeps a copy of the gradient, 4 bytes a trained parameter on the rank that holds it."""
-    rank_timeout_s: float = ranged(600.0, gt=0)
+    rank_timeout_s: Positive = 600.0
     """Longest wait of a rank for the others before the process group gives up."""
-    rank_silent_s: float = ranged(20.0, ge=0)
+    rank_silent_s: NonNegative = 20.0
     """With several ranks: one that has sent no heartbeat for this long (stopped, swapped out, cut off) ends the
     process group, by name; a killed one ends it at once. 0 waits for `learner.rank_timeout_s`."""
-    stall_report_s: float = ranged(30.0, gt=0)
+    stall_report_s: Positive = 30.0
     """With no batch for this long, report what the run waits for; repeated at this interval."""
-    stall_fail_s: float = ranged(600.0, ge=0)
+    stall_fail_s: NonNegative = 600.0
     """Actors are connected but no batch comes for this long, or for half a second per token of the longest answer if
     that is more: exit with the reason; 0 never."""
-    gpu_memory_share: float | None = ranged(None, gt=0, le=1)
+    gpu_memory_share: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Part of its GPU's memory that a learner rank may take, moments first; null is all of it, or what
     `streamrl launch` sets where actors share the GPU (half)."""
-    num_max_skipped_steps: int = ranged(10, ge=0)
+    num_max_skipped_steps: Count = 10
     """Optimizer steps that may be skipped for gradients that are not finite, or batches set aside because they cannot
     be packed, before the run ends with the cause; each step that succeeds takes one back. 0 never ends it."""
 
@@ -111,7 +113,7 @@ class EndpointConfig:
 class ActorsConfig:
     engine: str = "native"
     """Inference engine of the actors: native, vllm or your own `package.module:factory`."""
-    num_concurrent: int = ranged(64, gt=0)
+    num_concurrent: PositiveInt = 64
     """Trajectories that one actor runs at once."""
     device: str = "auto"
     """Device of the engine: auto, cpu, cuda."""
@@ -120,10 +122,10 @@ class ActorsConfig:
     weights: RolloutWeights = RolloutWeights.full
     """`int8` rounds the matrices of linear layers as they come, with a scale for each row: what rollouts in int8 would
     sample, at the speed of `dtype` (native engine). `drift/mismatch` measures the difference, and ratios correct it."""
-    gpu_memory_share: float | None = ranged(None, gt=0, le=1)
+    gpu_memory_share: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Part of its GPU's memory that the engine plans with; null is all that is free, or what `streamrl launch` sets
     where actors share a GPU (what the learner leaves, divided by them)."""
-    num_threads: int = ranged(1, ge=0)
+    num_threads: Count = 1
     """Torch threads of one actor on a CPU; 0 leaves torch's own choice."""
     on_install: OnInstall = OnInstall.keep
     """Running sequences at a new version: switch to it and `keep` their cache or `recompute` it, or `finish` under
@@ -135,7 +137,7 @@ class ActorsConfig:
     allow: list[str] = field(default_factory=list)
     """Code, secrets and addresses that a hub, or a run or bundle of somebody else, may name: package.module:attribute,
     file, environment variable, URL."""
-    give_up_after_s: float = ranged(0.0, ge=0)
+    give_up_after_s: NonNegative = 0.0
     """Exit after this long without a hub; 0 retries without limit."""
     transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])
     """Weight transports this actor may use, best first; your own as package.module:attribute."""
@@ -152,30 +154,30 @@ class ActorsConfig:
 class HubConfig:
     bind: str = "tcp://127.0.0.1:0"
     """Where the hub listens; port 0 takes a free one, which is printed and written to `hub.json`."""
-    weights_port: int = ranged(0, ge=0)
+    weights_port: Count = 0
     """Port of the weight socket, on the same address; 0 takes a free one. Fix it to reach it through a tunnel."""
     keys: str | None = None
     """Directory of `streamrl keys new`: only actors whose keys are in it may connect, encrypted; null asks for none."""
     advertise: str | None = None
     """Host name or address that actors should use for the weight socket; null is the bind address."""
-    heartbeat_s: float = ranged(1.0, gt=0)
+    heartbeat_s: Positive = 1.0
     """Interval of the heartbeats of both sides."""
     dead_after_s: float = 5.0
     """An actor without a message for this long loses its leases to others."""
-    lease_ttl_s: float = ranged(600.0, gt=0)
+    lease_ttl_s: Positive = 600.0
     """A lease without progress for this long goes to another actor."""
-    num_max_attempts: int = ranged(3, gt=0)
+    num_max_attempts: PositiveInt = 3
     """A group that failed this often is dropped."""
-    group_deadline_s: float = ranged(0.0, ge=0)
+    group_deadline_s: NonNegative = 0.0
     """Incomplete groups older than this follow `rollout.group_policy`; 0 never."""
 
 
 @dataclass
 class TrustConfig:
-    outlier_errors: float = ranged(8.0, ge=0)
+    outlier_errors: NonNegative = 8.0
     """An actor whose rewards, lengths or ratios lie so many standard errors from those of the others (of at least three
     in all) is shut out, and what it delivered is generated again; 0 compares none."""
-    audit_share: float = ranged(0.0, ge=0, le=1)
+    audit_share: Share = 0.0
     """Part of the published versions that the learner keeps (a copy in host memory, one at a time) to score what actors
     say they sampled with it; beyond `publish.probe_tolerance`, or for tokens that their seeds do not draw, they are
     shut out. At lag 0 the learner compares anyway."""
@@ -187,19 +189,19 @@ class PublishConfig:
     """Weight transports on offer, best first: ipc (inside one GPU) and nccl (broadcast to GPUs) need a GPU here, shm
     reaches this machine, zmq every actor; your own as package.module:attribute. An actor takes the first one that it
     may use and that works for it."""
-    nccl_init_deadline_s: float = ranged(20.0, gt=0)
+    nccl_init_deadline_s: Positive = 20.0
     """Time for all members to build a communicator; a member that is late is left out and pulls."""
-    nccl_bucket_deadline_s: float = ranged(10.0, gt=0)
+    nccl_bucket_deadline_s: Positive = 10.0
     """Time for one bucket to reach every member by broadcast or IPC buffer; after it the broadcast is aborted."""
     dtype: WireDtype = WireDtype.auto
     """Type in which weights are sent; auto is float32 on a CPU and bfloat16 on a GPU. Buffers keep their own."""
-    bucket_bytes: int = ranged(16 << 20, gt=0)
+    bucket_bytes: PositiveInt = 16 << 20
     """Size of a digest and transfer unit."""
-    num_keep_versions: int = ranged(2, gt=0)
+    num_keep_versions: PositiveInt = 2
     """Published versions that stay available."""
-    max_bytes_per_s: int = ranged(0, ge=0)
+    max_bytes_per_s: Count = 0
     """Cap of the hub's bandwidth for pulled weights; 0 is none."""
-    delta_max_ratio: float = ranged(0.25, ge=0, le=1, why="a larger delta is worse than a full version")
+    delta_max_ratio: Share = 0.25
     """Actors that pull get just what changed since the version they hold, if at most this part of all; 0 never."""
     when: PublishWhen = PublishWhen.every_step
     """Publish after every step; after every_optimizer_step of a batch that takes several; or only once the predicted
@@ -207,27 +209,27 @@ class PublishConfig:
     beside_training: BesideTraining = BesideTraining.auto
     """Train on while a version is written, from a copy on the device (2 bytes a parameter, over all ranks): `always`,
     `never`, or `auto` on a GPU. The first version, and those of ranks on several hosts, are waited for."""
-    probe_every: int = ranged(20, ge=0)
+    probe_every: Count = 20
     """Every so many versions, and at a learner's first, actors must score fixed tokens as the learner does; 0 never."""
-    probe_tolerance: float = ranged(0.1, gt=0)
+    probe_tolerance: Positive = 0.1
     """Largest mean difference of those log-probs, in nats; an actor beyond it gets no leases until it passes again."""
 
 
 @dataclass
 class CheckpointConfig:
-    every_minutes: float = ranged(10.0, ge=0)
+    every_minutes: NonNegative = 10.0
     """Save once this much time has passed since the last one, and at the end; 0 never for the time. A run that is
     killed trains what lies between again, from its log."""
-    every_steps: int = ranged(0, ge=0)
+    every_steps: Count = 0
     """Save after every so many steps too; 0 never for their number."""
     beside_training: BesideTraining = BesideTraining.auto
     """Train on while a checkpoint is written, from a copy in host memory (12 bytes a parameter, over all ranks):
     `always`, `never`, or `auto` on a GPU."""
     resume: bool = False
     """Continue from the newest good checkpoint of this run directory (or of the newest run of this name)."""
-    num_keep: int = ranged(2, gt=0)
+    num_keep: PositiveInt = 2
     """Checkpoints that are kept."""
-    grace_s: float = ranged(300.0, ge=0)
+    grace_s: NonNegative = 300.0
     """Seconds for which checkpoints may fail, as on a full disk, before the run ends; tried again after 1, 2, 4 ..."""
     export_hf: bool = True
     """When the steps are done, also write the policy as an ordinary Hugging Face checkpoint, in model/ of the run
@@ -241,7 +243,7 @@ class StreamConfig:
     the operating system, whose crash then loses what actors no longer hold."""
     keep: StreamKeep = StreamKeep.all
     """`all` keeps the log, up to stream.max_gb, for replays; `recovery` only what the newest checkpoints need."""
-    max_gb: float = ranged(20.0, gt=0)
+    max_gb: Positive = 20.0
     """Size of the log beyond which its oldest files go, if no checkpoint that is kept needs them."""
     keep_refused: bool = False
     """The log also keeps the answers that were refused for their age, not just their digests."""
@@ -249,13 +251,13 @@ class StreamConfig:
 
 @dataclass
 class SamplesConfig:
-    num_per_step: int = ranged(4, ge=0)
+    num_per_step: Count = 4
     """Trajectories of each step that samples.jsonl keeps, each of another group, drawn at random; 0 keeps none."""
-    num_per_eval: int = ranged(8, ge=0)
+    num_per_eval: Count = 8
     """Transcripts of each evaluation that samples.jsonl keeps, always of the same prompts; 0 keeps none."""
-    num_detailed_tokens: int = ranged(512, ge=0)
+    num_detailed_tokens: Count = 512
     """Leading tokens of a sample that are also kept one by one, with their ids, versions and importance ratios."""
-    max_bytes: int = ranged(64 << 20, gt=0)
+    max_bytes: PositiveInt = 64 << 20
     """Size at which samples.jsonl is thinned: every second of the steps in it leaves it, and fewer are written."""
 
 
@@ -282,18 +284,18 @@ class TrackingConfig:
 
 @dataclass
 class LaunchConfig:
-    num_actors: int = ranged(2, ge=0)
+    num_actors: Count = 2
     """Actors that `streamrl launch` starts and keeps alive."""
-    num_learner_ranks: int = ranged(1, gt=0)
+    num_learner_ranks: PositiveInt = 1
     """Learner processes (FSDP2 ranks) that `streamrl launch` starts through torchrun."""
-    gpus_per_actor: int | None = ranged(None, ge=1)
+    gpus_per_actor: PositiveInt | None = None
     """GPUs of each actor that launch starts, after those of the learner; null is as many as its engine needs: one, or
     the tensor-parallel times the pipeline-parallel size of vLLM."""
     share_gpus: bool | None = None
     """Whether processes of the run may share GPUs where there are too few; null: where no device is set to cuda."""
-    num_max_restarts: int = ranged(20, ge=0)
+    num_max_restarts: Count = 20
     """Restarts of an actor before launch gives up on it; two minutes of health set the count back."""
-    num_max_learner_restarts: int = ranged(3, ge=0)
+    num_max_learner_restarts: Count = 3
     """Restarts, from its newest checkpoint, of a learner that was killed or whose ranks lost each other, before launch
     gives up; a newer version sets the count back. A learner that fails by itself is not restarted."""
     standby_learner: bool = False
@@ -305,12 +307,14 @@ class LaunchConfig:
 class SweepConfig:
     dir: str | None = None
     """Directory of a sweep, with one directory for each run; null is `<run.root>/sweep-<date>-<time>`."""
+    subdir: str | None = None
+    """Name of each run's directory there, with {num} for its number and {overrides} for what varies; null has both."""
     sampler: str = "grid"
     """Which runs `streamrl launch -m` does: grid takes every combination of the listed values; tpe and random draw
     `sweep.num_trials` of them, from ranges too (needs Optuna); or your own factory as package.module:attribute."""
-    num_trials: int = ranged(20, gt=0)
+    num_trials: PositiveInt = 20
     """Runs of a search; a grid does them all."""
-    num_startup_trials: int = ranged(5, ge=0)
+    num_startup_trials: Count = 5
     """The first so many trials are drawn at random, and only after as many finished ones are others pruned."""
     metric: str = "eval_score_last"
     """What a run is ranked by: a number of summary.json, such as eval_score_last or eval_score_best, or the last value
@@ -320,5 +324,5 @@ class SweepConfig:
     pruner: Pruner = Pruner.median
     """Stop a run of a search whose evaluations fall behind: `median` of the finished ones at the same step, `asha`
     (the best quarter goes on at steps that grow fourfold), or `none`."""
-    num_parallel: int = ranged(1, gt=0)
+    num_parallel: PositiveInt = 1
     """Runs of a sweep at once on this machine; they share its cores and GPUs evenly."""

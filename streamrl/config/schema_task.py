@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from streamrl.config.ranges import ranged
+from msgspec import Meta
+
+from streamrl.config import Positive, PositiveInt
 
 History = StrEnum("History", ["auto", "append"])
 OnBadRecord = StrEnum("OnBadRecord", ["error", "skip"])
@@ -22,11 +24,11 @@ class DataConfig:
     """Your records: a .jsonl .json .csv .parquet .arrow file, a folder or a hub name, `split@` first; or a list."""
     weights: list[float] | None = None
     """Shares of several paths in a pass, one number each; null takes every record once."""
-    num_samples: int | None = ranged(None, gt=0)
+    num_samples: PositiveInt | None = None
     """Most records of each path, the first ones; null takes all."""
     test_path: Any = None
     """Held-out records, as `data.path`; null holds a part of `data.path` out."""
-    test_ratio: float | None = ranged(None, ge=0, lt=1, why="it is a share of the records")
+    test_ratio: Annotated[float, Meta(ge=0, lt=1)] | None = None
     """Share that is held out; null is 3 %, at least 20 records or a fifth; 0 evaluates on training prompts."""
     prompt_key: str | None = None
     """Field of the prompt, a text or a list of messages; null takes messages, prompt, question or problem."""
@@ -56,15 +58,15 @@ class DataConfig:
 class ToolUseConfig:
     parser: str = "auto"
     """How calls are written: auto, tags (Hermes, Qwen), json (Llama 3), fence, angle, or your own function."""
-    max_calls: int = ranged(8, gt=0)
+    max_calls: PositiveInt = 8
     """Most calls of an episode; then the model is asked for its final answer."""
-    max_output_chars: int = ranged(2000, gt=0)
+    max_output_chars: PositiveInt = 2000
     """Longer answers of a tool are cut."""
     role: ToolRole = ToolRole.tool
     """Role of a tool's answer in the conversation; `user` for a chat template that knows no tools."""
     describe: bool = True
     """Tell the model of its tools, by its chat template or in the system message."""
-    timeout_s: float = ranged(10.0, gt=0)
+    timeout_s: Positive = 10.0
     """Longest time of one program of the python tool."""
     sandbox: Sandbox = Sandbox.auto
     """Of the python tool: `isolated` programs have no network and no files, `limited` ones only limits."""
@@ -95,14 +97,14 @@ class EnvConfig:
     tools: list[str] = field(default_factory=list)
     """Tools around any task: calculator, python, search, or your own class; needs env.max_turns over 1."""
     tool_use: ToolUseConfig = field(default_factory=ToolUseConfig)
-    max_turns: int = ranged(1, gt=0)
+    max_turns: PositiveInt = 1
     """Most turns of an episode; the last one ends it even if the environment is not done."""
     history: History = History.auto
     """Earlier turns that a chat template rewrites, as without their thinking: `auto` follows it, with several sequences
     in a trajectory; `append` keeps the turns as they were sampled."""
-    step_timeout_s: float = ranged(30.0, gt=0)
+    step_timeout_s: Positive = 30.0
     """Longest time that one reset or step of an environment may take."""
-    num_threads: int | None = ranged(None, gt=0)
+    num_threads: PositiveInt | None = None
     """Threads in which plain (not async) environments run; null is 4, and up to 64 while their calls mostly wait."""
     on_error: OnEnvError = OnEnvError.drop
     """An environment that raises or hangs: `drop` aborts the trajectory, `floor` gives it `env.reward_floor`."""
@@ -112,11 +114,11 @@ class EnvConfig:
 
 @dataclass
 class CodeRewardConfig:
-    case_timeout_s: float = ranged(10.0, gt=0)
+    case_timeout_s: Positive = 10.0
     """Longest time of one test case."""
-    total_timeout_s: float = ranged(600.0, gt=0)
+    total_timeout_s: Positive = 600.0
     """Longest time of all test cases of a program together."""
-    memory_mb: int = ranged(1024, gt=0)
+    memory_mb: PositiveInt = 1024
     """Memory of a program and all that it starts, together."""
     partial: bool = False
     """Reward the share of test cases that pass; false pays only for all of them and stops at the first that fails."""
@@ -134,9 +136,9 @@ class ServiceConfig:
     """Where to send requests."""
     model: str = ""
     """The model's name, as the service knows it."""
-    timeout_s: float = ranged(30.0, gt=0)
+    timeout_s: Positive = 30.0
     """Longest time of one request; a request that fails is sent three times at most."""
-    max_concurrent: int = ranged(64, gt=0)
+    max_concurrent: PositiveInt = 64
     """Requests of one actor at once; the others wait."""
     api_key_env: str | None = None
     """The environment variable that holds the key; the key itself is never part of a config."""
@@ -149,9 +151,9 @@ class JudgeConfig(ServiceConfig):
         "Judge only whether the answer is right. End with one line: Score: N, where N is from 0 to 10."
     )
     """What the judge reads; {question}, {answer} and {completion} are filled in."""
-    max_score: float = ranged(10.0, gt=0)
+    max_score: Positive = 10.0
     """The judge's best number; scores are divided by it."""
-    max_tokens: int = ranged(512, gt=0)
+    max_tokens: PositiveInt = 512
     """Longest reply of the judge."""
 
 
@@ -169,15 +171,15 @@ class RewardConfig:
     """How answers to records of `data.path` are scored: exact, math, boxed, code, judge, ... (docs/rewards.md)."""
     weights: dict[str, float] = field(default_factory=dict)
     """Several rewards with weights instead of one type, e.g. `reward.weights={math: 1.0, repetition: 0.2}`."""
-    correct: float = ranged(1.0, gt=0)
+    correct: Positive = 1.0
     """Reward of a right answer in the right form."""
     format_tags: list[str] = field(default_factory=list)
     """Tags that a completion must hold once each, in this order, the last one at its end; empty is the reward's own."""
-    timeout_s: float = ranged(5.0, gt=0)
+    timeout_s: Positive = 5.0
     """Longest time of one comparison of mathematical answers; a longer one counts as wrong."""
-    num_workers: int | None = ranged(None, gt=0)
+    num_workers: PositiveInt | None = None
     """Processes of each actor that compare answers or run programs; null is one for each core, at most 8."""
-    length_chars: int = ranged(4000, gt=0)
+    length_chars: PositiveInt = 4000
     """The reward `length` falls from 0 to -1 over so many characters."""
     code: CodeRewardConfig = field(default_factory=CodeRewardConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)

@@ -40,13 +40,18 @@ class Job:
         return " ".join(self.swept) or "defaults"
 
 
-def make_job(directory: Path, fixed: Sequence[str], number: int, swept: Sequence[str]) -> Job:
+def make_job(directory: Path, fixed: Sequence[str], subdir: str | None, number: int, swept: Sequence[str]) -> Job:
     """The job of a sweep in `directory`; its own directory there is named by its number and by what is swept."""
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", "_".join(map(_rounded, swept))).strip("-")[:120] or "defaults"
-    run_dir = directory / f"{number}-{name}"
+    run_dir = directory / (subdir or "{num}-{overrides}").replace("{num}", str(number)).replace("{overrides}", name)
     own = ("sweep.", "run.dir=", "checkpoint.resume=")
-    words = (*(word for word in fixed if not word.startswith(own)), *swept)
+    words = (*(word for word in numbered(fixed, number) if not word.startswith(own)), *swept)
     return Job(number, words, tuple(swept), run_dir)
+
+
+def numbered(words: Sequence[str], number: int) -> list[str]:
+    """The words of a job, in which ${hydra.job.num} is its number."""
+    return [word.replace("${hydra.job.num}", str(number)) for word in words]
 
 
 def _rounded(word: str) -> str:

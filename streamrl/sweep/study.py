@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from streamrl.config.schema import Pruner, SweepConfig
-from streamrl.config.sweep_words import Axis
 from streamrl.errors import ConfigError, install_extra
 from streamrl.extension import resolve
+from streamrl.sweep.words import Axis
 
 if TYPE_CHECKING:
     from optuna import Study, Trial

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.load import load_config, read_files
+from streamrl.config.load import load_config
+from streamrl.config.overrides import read_files
 from streamrl.config.schema import Config, Pruner, SweepDirection
-from streamrl.config.sweep_words import SweepWords, parse_sweep
 from streamrl.errors import ConfigError
 from streamrl.gpus import visible_gpus
 from streamrl.launch import EXIT_INTERRUPTED, Interrupts
@@ -24,9 +24,10 @@ from streamrl.metrics.run_record import RunRecord, is_run, read_run
 from streamrl.processes import num_cores
 from streamrl.report.compare import write_comparison
 from streamrl.report.index import write_pages
-from streamrl.sweep.job import make_job
+from streamrl.sweep.job import make_job, numbered
 from streamrl.sweep.pool import Grid, Pool, Source
 from streamrl.sweep.study import GRID, Search, check_search
+from streamrl.sweep.words import SweepWords, parse_sweep
 
 
 def launch_sweep(typed: Sequence[str]) -> int:
@@ -35,7 +36,7 @@ def launch_sweep(typed: Sequence[str]) -> int:
     Raises:
         ConfigError: the sweep is impossible, or every run of it; nothing was started.
     """
-    words = parse_sweep(read_files(typed))
+    words = parse_sweep(read_files(typed, multirun=True))
     config = _config_of_one(words)
     objective = Objective(config.sweep.metric, config.sweep.direction == SweepDirection.maximize)
     _check(config, objective, words)
@@ -49,7 +50,7 @@ def launch_sweep(typed: Sequence[str]) -> int:
     source: Source = (
         Grid(combinations) if is_grid else Search(directory, words.axes, config.sweep, config.run.seed)
     )
-    job_of = partial(make_job, directory, words.fixed)
+    job_of = partial(make_job, directory, words.fixed, config.sweep.subdir)
     with Interrupts() as interrupts:
         Pool(source, job_of, objective, places, lambda: interrupts.count).run()
     records = _write_ranking(directory, objective, typed)
@@ -92,7 +93,7 @@ def describe(places: Sequence[Mapping[str, str]]) -> str:
 
 def resume_command(typed: Sequence[str], directory: Path) -> str:
     """The command that goes on with a sweep in its directory."""
-    mine = ("sweep.dir=", "hydra.sweep.dir=", "checkpoint.resume=")
+    mine = ("sweep.dir=", "checkpoint.resume=")
     kept = [word for word in typed if not word.startswith(mine)]
     return "streamrl launch -m " + shlex.join([*kept, f"sweep.dir={directory}", "checkpoint.resume=true"])
 
@@ -102,7 +103,7 @@ def _config_of_one(words: SweepWords) -> Config:
     refused: ConfigError | None = None
     for swept in words.examples():
         try:
-            return load_config([*words.fixed, *swept])
+            return load_config([*numbered(words.fixed, 0), *swept])
         except ConfigError as error:
             refused = refused or error
     assert refused is not None
@@ -124,8 +125,11 @@ def _check(config: Config, objective: Objective, words: SweepWords) -> None:
         )
     if swept := [key for key in words.axes if key.startswith("sweep.")]:
         raise ConfigError(f"{swept[0]} is of the whole sweep: give it one value")
-    if config.run.dir is not None:
+    if any(word.startswith("run.dir=") for word in words.fixed):
         raise ConfigError("run.dir names one directory, and each run of a sweep has its own: use sweep.dir=...")
+    subdir = sweep.subdir or "{num}"
+    if "/" in subdir or not ("{num}" in subdir or "{overrides}" in subdir):
+        raise ConfigError(f"sweep.subdir={subdir} must name another directory for each run, e.g. run-{{num}}")
     ports = {"hub.bind": config.hub.bind.rpartition(":")[2], "hub.weights_port": str(config.hub.weights_port)}
     fixed = [name for name, port in ports.items() if port != "0"]
     if sweep.num_parallel > 1 and fixed:

@@ -6,7 +6,7 @@ import os
 import shlex
 
 from streamrl.commands import parser_of, say
-from streamrl.config.load import check_words
+from streamrl.config.overrides import check_words
 from streamrl.errors import ControlError
 from streamrl.metrics.run_record import starts_of
 from streamrl.named_code import is_own

@@ -3,10 +3,10 @@
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 import streamrl.algorithms as algorithms
 from learner.hub_client.settings import answer_limit
@@ -21,7 +21,8 @@ from learner.objective.options import (
 )
 from learner.objective.rewards import METHODS, RewardRules
 from streamrl.algorithms import CORRECTION_PRESETS, ESTIMATORS, SURROGATES
-from streamrl.config.load import load_config, open_mappings, setting_names, to_config
+from streamrl.config.catalog import open_mappings, setting_names
+from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.rules import largest_max_lag
 from streamrl.config.schema import AdaptiveRule, Config, ConstraintMethod, EntropyAdapt, StalenessMode
 
@@ -34,9 +35,9 @@ SETTINGS = [span for span in SPANS if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*=\S+(
 
 
 @cache
-def defaults() -> DictConfig:
-    """What configs/ composes to without an algorithm: composing once is what makes a hundred settings cheap."""
-    return OmegaConf.structured(load_config(["policy.model_path=somewhere"]))  # composing reads no model
+def defaults() -> dict[str, Any]:
+    """The settings without an algorithm."""
+    return to_plain(load_config(["policy.model_path=somewhere"]))  # composing reads no model
 
 
 @cache
@@ -48,8 +49,7 @@ def refused_or_not(words: list[str]) -> Config:
     """The config of these words, after every check that a learner makes before it loads a model."""
     if words[0].startswith("algorithm="):
         return recipe(words[0].removeprefix("algorithm="))
-    # A structured config takes no key outside the schema.
-    config = to_config(OmegaConf.merge(defaults(), OmegaConf.from_dotlist(words)))
+    config = from_plain(defaults(), words)
     lag = largest_max_lag(config)
     check_settings(config.advantage, config.loss, max_lag=lag)
     check_regularizers(config.kl, config.reference, config.entropy, config.constraint, config.loss, max_lag=lag)

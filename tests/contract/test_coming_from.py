@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.load import check_overrides, load_config, nearest_setting
+from streamrl.config.catalog import nearest_setting
+from streamrl.config.load import load_config
+from streamrl.config.overrides import check_names
 from streamrl.errors import ConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
@@ -37,7 +39,7 @@ def refused(ours: str) -> str:
         if "=" in ours:
             load_config(["policy.model_path=somewhere", ours])
         else:
-            check_overrides([f"{ours}=0"])
+            check_names([f"{ours}=0"])
     except ConfigError as error:
         return str(error)
     return ""
@@ -54,7 +56,7 @@ def test_the_settings_in_the_prose_and_the_remarks_exist():
     theirs = {name for names, _, _ in rows() for name in names}
     assert len(ours) > 40
     for word in set(ours) - theirs:
-        check_overrides([word if "=" in word else f"{word}=0"])
+        check_names([word if "=" in word else f"{word}=0"])
 
 
 def test_typing_their_name_suggests_one_of_ours():

@@ -75,9 +75,9 @@ ONE_DOOR = {
     **{name: {f"streamrl.metrics.trackers.{name}"} for name in TRACKERS},  # each is named after its library
     "bitsandbytes": {"learner.model.optimizer", "learner.model.adapter.lora"},
     "peft": {"learner.model.adapter.lora"},
-    "hydra": {"streamrl.config.load", "streamrl.config.sweep_words"},
+    "hydra": {"streamrl.config.composition", "streamrl.config.overrides", "streamrl.sweep.words"},
     "optuna": {"streamrl.sweep.study"},
-    "omegaconf": {"streamrl.config.load"},
+    "omegaconf": {f"streamrl.config.{name}" for name in ("composition", "load", "overrides")},
 }
 IN_SANDBOX = "envs.sandbox.supervisor"
 """Runs as a process of its own, which gave up its privileges first; nothing imports it."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from envs.check import check_task
 from envs.registry import load_task
-from streamrl.config.load import check_overrides, load_config
+from streamrl.config.load import load_config
+from streamrl.config.overrides import check_names
 from tests.docs.generated import PAGES
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ def test_every_command_names_real_settings():
     assert len(lines) >= 2
     for line in lines:
         words = [word for word in line.partition("#")[0].split() if word != "-m"]
-        check_overrides(words)
+        check_names(words)
         if not any("," in word for word in words) and "env.path=my_task.py" not in words:
             load_config(words)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.load import check_overrides
+from streamrl.config.overrides import check_names
 from tests.docs.extract import Item, all_items, extract
 from tests.docs.rules import Rule, misses_its_gain, read_rules, rule_for
 from tests.docs.run import Reader, main, table
@@ -68,7 +68,7 @@ def test_a_run_with_nothing_but_blank_answers_has_failed_and_a_rule_without_a_wo
 
 def test_what_is_appended_names_real_settings():
     for rule in RULES:
-        check_overrides(rule.append.split())
+        check_names(rule.append.split())
 
 
 def test_a_page_is_read_in_order(tmp_path: Path):

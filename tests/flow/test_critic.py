@@ -29,6 +29,7 @@ def test_single_answers_train_from_end_to_end(harness: RunHarness, name):
     assert all(row["advantage/std"] > 0 for row in rows)
 
 
+@pytest.mark.shows("critic.num_warmup_steps")
 def test_only_the_critic_learns_in_its_warm_up_and_a_resumed_run_has_it_back(harness: RunHarness):
     first = harness.launch("trainer.num_steps=4", "critic.num_warmup_steps=2", "policy.scheduler.num_warmup_steps=1",
                            *WITH_CRITIC, *MORE_METRICS)

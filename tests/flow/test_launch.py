@@ -15,6 +15,7 @@ from tests.flow.processes import RunHarness, _command_lines, wait_until
 FRESH = pytest.mark.fresh_processes
 
 
+@pytest.mark.shows("checkpoint.export_hf")
 @FRESH
 def test_a_launched_run_trains_and_leaves_a_report_and_a_model(harness: RunHarness):
     launch = harness.launch("trainer.num_steps=6", "eval.every_steps=3", "hub.heartbeat_s=0.2")

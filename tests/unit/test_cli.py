@@ -13,7 +13,7 @@ import pytest
 from envs.catalog import entries, lines
 from streamrl import cli
 from streamrl.config.aliases import ALIASES
-from streamrl.config.load import nearest_setting, settings
+from streamrl.config.catalog import nearest_setting, settings
 from streamrl.errors import ConfigError
 from streamrl.verbs import actors
 

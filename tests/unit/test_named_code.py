@@ -28,7 +28,7 @@ HOSTILE = {
     "env.tools": ["env.tools=[calculator,'evil:run']", "env.max_turns=2"],
     "env.tool_use.parser": ["env.tools=[calculator]", "env.tool_use.parser=evil:run", "env.max_turns=2"],
     "reward.type": ["data.path=x.jsonl", "reward.type=evil:run"],
-    "reward.weights": ["data.path=x.jsonl", "reward.weights={'evil:run': 1.0}"],
+    "reward.weights": ["data.path=x.jsonl", r"reward.weights={evil\:run:1.0}"],
     "reward.judge.api_key_env": ["data.path=x.jsonl", "reward.type=judge", "reward.judge.api_key_env=SECRET"],
     "reward.model.api_key_env": ["data.path=x.jsonl", "reward.type=model", "reward.model.api_key_env=SECRET"],
     "actors.endpoint.admin_key_env": ["actors.endpoint.admin_key_env=SECRET"],

@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 import streamrl
-from streamrl.config.load import load_config, load_run_config, run_settings, settings, to_plain, to_yaml
+from streamrl.config.catalog import settings
+from streamrl.config.load import load_config, load_run_config, run_settings, to_plain, to_yaml
+from streamrl.config.overrides import literal
 from streamrl.config.schema import Config
-from streamrl.config.settings_file import literal
 from streamrl.errors import ConfigError, ControlError
 from streamrl.named_code import ALWAYS, DATA_ONLY, OPTIONS, is_name, is_own, named_code, sign
 from streamrl.run_dirs import note_start
@@ -22,8 +23,8 @@ from streamrl.verbs.resume import command_of
 from streamrl.verbs.runs import find_run
 
 ROOT = Path(__file__).parents[3]
-TEXT = re.compile(r"Any|dict\[.*\]|list\[str\]|(str|list)(\|null)?")
-NO_TEXT = re.compile(r"(int|float|bool)(\|null)?|[a-z0-9_]+(\|[a-z0-9_]+)+")
+TEXT = re.compile(r"Any|dict\[.*\]|(str|list\[str\])(\|null)?")
+NO_TEXT = re.compile(r"(int|float|bool|list\[float\])(\|null)?|[a-z0-9_]+(\|[a-z0-9_]+)+")
 REFUSED = "is not signed as a run of yours, and asks for"
 
 

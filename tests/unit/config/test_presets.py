@@ -13,9 +13,8 @@ import configs
 from learner.objective.options import check_settings
 from learner.setup.preflight import check_losses, unguarded_settings
 from streamrl.algorithms.registry import ESTIMATOR_ENTRIES, find_estimator
-from streamrl.config.load import load_config
+from streamrl.config.load import OWNED, load_config
 from streamrl.config.rules import max_lag
-from streamrl.config.settings_file import OWNED
 from streamrl.errors import ConfigError
 
 LOCAL = ("policy.model_path=somewhere",)  # composing reads no model

@@ -78,12 +78,14 @@ def played(runtime: ActorRuntime, split: str = "train", *, times: int = 1) -> li
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("actors.engine")
 @pytest.mark.parametrize(("word", "name"), [("actors.engine=native", "native"), (SCRIPTED, "scripted")])
 def test_the_engine_is_the_one_that_is_named(hub, welcome, word, name):
     with runtime_of(hub, welcome, word) as runtime:
         assert runtime.engine.name == name
 
 
+@pytest.mark.shows("actors.vllm")
 def test_vllm_gets_the_arguments_that_are_set_and_refuses_reserved_ones(hub, welcome):
     """Both are said before any model is loaded; a real engine with real weights is tested with the engine itself."""
     words = ["actors.engine=vllm", "actors.device=cpu", "policy.tiny.num_heads=2"]
@@ -97,12 +99,14 @@ def test_vllm_gets_the_arguments_that_are_set_and_refuses_reserved_ones(hub, wel
     assert (given["seed"], given["tensor_parallel_size"], given["enforce_eager"]) == (7, 2, True)
 
 
+@pytest.mark.shows("actors.num_concurrent")
 @pytest.mark.parametrize(("num", "groups"), [(8, 3), (64, 17)])
 def test_concurrency_is_the_engines_and_sets_how_many_groups_are_held(hub, welcome, num, groups):
     with runtime_of(hub, welcome, SCRIPTED, f"actors.num_concurrent={num}") as runtime:
         assert (runtime.engine.max_num_seqs, runtime.max_leases) == (num, groups)
 
 
+@pytest.mark.shows("actors.dtype")
 def test_half_precision_halves_the_cache(hub, welcome):
     sizes = []
     for dtype in ("auto", "bfloat16"):
@@ -112,12 +116,14 @@ def test_half_precision_halves_the_cache(hub, welcome):
     assert sizes[0] == 2 * sizes[1] > 0
 
 
+@pytest.mark.shows("actors.device")
 def test_the_engine_uses_the_device_that_is_set(hub, welcome):
     assert pick_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises((RuntimeError, AssertionError)), runtime_of(hub, welcome, "actors.device=cuda:99"):
         pass
 
 
+@pytest.mark.shows("actors.num_threads")
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_engine_computes_with_the_threads_that_are_set(hub, welcome, num_threads):
     async def asked(engine) -> int:
@@ -127,6 +133,7 @@ def test_the_engine_computes_with_the_threads_that_are_set(hub, welcome, num_thr
         assert asyncio.run(asked(runtime.engine)) == num_threads
 
 
+@pytest.mark.shows("actors.on_install")
 @pytest.mark.parametrize(("choice", "policy"), [("keep", "continue"), ("recompute", "recompute"), ("finish", "drain")])
 def test_on_install_chooses_the_engines_policy(hub, welcome, choice, policy):
     """What each policy does to running sequences is tested with the engine itself."""
@@ -134,6 +141,7 @@ def test_on_install_chooses_the_engines_policy(hub, welcome, choice, policy):
         assert runtime.engine._policy == policy
 
 
+@pytest.mark.shows("actors.transports")
 @pytest.mark.parametrize(("transports", "source"), [("[shm,zmq]", InstallSource.SHM), ("[zmq]", InstallSource.ZMQ)])
 def test_weights_come_by_a_transport_that_this_actor_may_use(hub, welcome, transports, source):
     with runtime_of(hub, welcome, SCRIPTED, local=(f"actors.transports={transports}",)) as runtime:
@@ -142,6 +150,7 @@ def test_weights_come_by_a_transport_that_this_actor_may_use(hub, welcome, trans
     assert report.ok and report.source == source
 
 
+@pytest.mark.shows("actors.share_weights")
 @pytest.mark.parametrize(("share", "second"), [("true", InstallSource.SHM), ("false", InstallSource.ZMQ)])
 def test_actors_of_one_host_pull_a_version_once_if_they_share(hub, welcome, share, second):
     mine = msgspec.structs.replace(welcome, run_id=f"share-test-{os.getpid()}")
@@ -156,6 +165,7 @@ def test_actors_of_one_host_pull_a_version_once_if_they_share(hub, welcome, shar
     assert not list(Path("/dev/shm").glob(f"*share-test-{os.getpid()}*")), "the last one removes what they shared"
 
 
+@pytest.mark.shows("actors.relay")
 def test_an_actor_asks_the_relay_that_is_set_before_the_learner(hub, welcome):
     asked = zmq.Context.instance().socket(zmq.ROUTER)
     relay = f"tcp://127.0.0.1:{asked.bind_to_random_port('tcp://127.0.0.1')}"
@@ -166,6 +176,7 @@ def test_an_actor_asks_the_relay_that_is_set_before_the_learner(hub, welcome):
     asked.close(linger=0)
 
 
+@pytest.mark.shows("actors.actor_id")
 def test_an_actor_takes_the_id_that_is_set(tmp_path):
     names: list[str] = []
     with LiveHub(tmp_path, config_of(SCRIPTED, *SIZES)) as hub:
@@ -179,7 +190,8 @@ def test_an_actor_takes_the_id_that_is_set(tmp_path):
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        assert asyncio.run(work(hub.server.endpoint, ["actors.actor_id=ada"])) == 0
+        own = ["actors.actor_id=ada", f"actors.allow=[{SCRIPTED.partition('=')[2]}]"]
+        assert asyncio.run(work(hub.server.endpoint, own)) == 0
         watcher.join()
 
     assert names == ["ada"] and default_actor_id() != default_actor_id()
@@ -188,6 +200,10 @@ def test_an_actor_takes_the_id_that_is_set(tmp_path):
 # --- episodes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows(
+    "rollout.train.sampling.max_new_tokens", "rollout.train.sampling.stop", "rollout.train.sampling.ignore_eos",
+    "rollout.test.sampling.max_new_tokens", "rollout.test.sampling.stop", "rollout.test.sampling.ignore_eos",
+)
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize(("name", "value"), [("max_new_tokens", 3), ("stop", ("ab",)), ("ignore_eos", True)])
 def test_the_limits_of_a_turn_are_those_of_its_split(hub, welcome, split, name, value):
@@ -210,6 +226,7 @@ def test_a_set_has_an_environment_and_limits_of_its_own(hub, welcome):
     assert limits(settings, 64).max_new_tokens == 96  # with the environment's part of a conversation
 
 
+@pytest.mark.shows("rollout.max_prompt_tokens")
 def test_a_prompt_over_the_limit_is_refused(hub, welcome):
     with runtime_of(hub, welcome, SCRIPTED, "rollout.max_prompt_tokens=1") as runtime:
         with pytest.raises(PromptTooLongError):
@@ -223,6 +240,7 @@ def read_by(hub, welcome, *words: str) -> list[int]:
         return list(runtime.engine.requests[-1].prompt_ids)
 
 
+@pytest.mark.shows("data.apply_chat_template", "data.system_prompt")
 @pytest.mark.shows("data.chat_template")
 def test_system_prompt_and_chat_template_change_what_the_model_reads(hub, welcome):
     plain, with_system, without_template, other_template = (
@@ -298,6 +316,7 @@ def strange(path: Path, mood: str, *words: str) -> list[str]:
     return [SCRIPTED, f"env.path={path / 'strange.py'}", f"env.options.mood={mood}", *words]
 
 
+@pytest.mark.shows("env.max_turns")
 @pytest.mark.parametrize("max_turns", [1, 3])
 def test_an_endless_episode_has_the_most_turns_allowed(hub, welcome, tmp_path, max_turns):
     with runtime_of(hub, welcome, *strange(tmp_path, "endless", f"env.max_turns={max_turns}")) as runtime:
@@ -306,6 +325,7 @@ def test_an_endless_episode_has_the_most_turns_allowed(hub, welcome, tmp_path, m
     assert len(member.turns) == max_turns
 
 
+@pytest.mark.shows("env.on_error", "env.reward_floor")
 @pytest.mark.parametrize(
     ("words", "status", "reward"),
     [
@@ -320,6 +340,7 @@ def test_a_broken_environment_is_dropped_or_gets_the_floor(hub, welcome, tmp_pat
     assert (member.status, member.reward) == (status, reward)
 
 
+@pytest.mark.shows("env.step_timeout_s")
 @pytest.mark.parametrize(
     ("timeout_s", "status"), [(0.05, MemberStatus.ABORTED), (30.0, MemberStatus.FINISHED)]
 )
@@ -330,6 +351,7 @@ def test_a_step_may_take_as_long_as_set(hub, welcome, tmp_path, timeout_s, statu
     assert member.status == status
 
 
+@pytest.mark.shows("env.num_threads")
 @pytest.mark.parametrize(("num_threads", "status"), [(1, MemberStatus.ABORTED), (2, MemberStatus.FINISHED)])
 def test_so_many_environments_run_at_once(hub, welcome, tmp_path, num_threads, status):
     with runtime_of(hub, welcome, *strange(tmp_path, "sociable", f"env.num_threads={num_threads}")) as runtime:

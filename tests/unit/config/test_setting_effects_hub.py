@@ -74,12 +74,14 @@ def model_dir(tmp_path_factory) -> Path:
 # --- sockets ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("hub.bind")
 def test_the_hub_listens_at_the_address_that_is_set_and_publishes_it(tmp_path):
     port = free_port()
     with LiveHub(tmp_path, config_of(f"hub.bind=tcp://127.0.0.1:{port}")):
         assert json.loads((tmp_path / "hub.json").read_text())["connect"] == f"tcp://127.0.0.1:{port}"
 
 
+@pytest.mark.shows("hub.weights_port")
 def test_weights_are_served_at_the_port_that_is_set(tmp_path, model_dir):
     port = free_port()
     with LiveHub(tmp_path, config_of(f"hub.weights_port={port}")) as hub:
@@ -89,6 +91,7 @@ def test_weights_are_served_at_the_port_that_is_set(tmp_path, model_dir):
     assert offer.name == f"tcp://127.0.0.1:{port}"
 
 
+@pytest.mark.shows("hub.advertise")
 @pytest.mark.parametrize(("advertise", "host"), [("null", "127.0.0.1"), ("localhost", "localhost")])
 def test_weights_are_offered_at_the_advertised_host(tmp_path, model_dir, advertise, host):
     with LiveHub(tmp_path, config_of(f"hub.advertise={advertise}")) as hub:
@@ -189,6 +192,7 @@ def test_a_group_that_is_refused_for_its_age_leaves_its_frame_in_the_log_if_that
 # --- publishing ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("publish.num_keep_versions")
 @pytest.mark.parametrize(("num_keep", "oldest_is_there"), [(2, False), (3, True)])
 def test_so_many_published_versions_stay_available(tmp_path, model_dir, num_keep, oldest_is_there):
     with LiveHub(tmp_path, config_of(f"publish.num_keep_versions={num_keep}")) as hub:
@@ -205,6 +209,7 @@ def test_so_many_published_versions_stay_available(tmp_path, model_dir, num_keep
                 source.fetch(oldest, pulled, welcome.layout)
 
 
+@pytest.mark.shows("publish.max_bytes_per_s")
 @pytest.mark.parametrize(("cap", "refused"), [(0, False), (1000, True)])
 def test_a_bandwidth_cap_makes_actors_wait(tmp_path, model_dir, cap, refused):
     with LiveHub(tmp_path, config_of(f"publish.max_bytes_per_s={cap}")) as hub:
@@ -224,6 +229,7 @@ def test_a_bandwidth_cap_makes_actors_wait(tmp_path, model_dir, cap, refused):
     assert (ChunkStatus.BUSY in statuses) is refused and ChunkStatus.OK in statuses
 
 
+@pytest.mark.shows("publish.delta_max_ratio")
 @pytest.mark.parametrize(("max_ratio", "comes_as"), [(0.0, "ZMQ"), (0.25, "ZMQ_DELTA")])
 def test_a_remote_actor_gets_what_changed_if_that_is_little_enough(tmp_path, model_dir, max_ratio, comes_as):
     with LiveHub(tmp_path, config_of(f"publish.delta_max_ratio={max_ratio}")) as hub:
@@ -246,6 +252,7 @@ def published_layout(*words: str):
     ).layout
 
 
+@pytest.mark.shows("publish.dtype", "publish.bucket_bytes")
 def test_weights_are_sent_in_the_type_and_bucket_size_that_are_set():
     words = ("publish.dtype=auto", "publish.dtype=float32", "publish.dtype=bfloat16", "publish.bucket_bytes=1024")
     auto, single, half, buckets = (published_layout(word) for word in words)
@@ -255,6 +262,7 @@ def test_weights_are_sent_in_the_type_and_bucket_size_that_are_set():
     assert list(auto.bucket_bytes) == [4000] and list(buckets.bucket_bytes) == [1024, 1024, 1024, 928]
 
 
+@pytest.mark.shows("publish.probe_tolerance")
 @pytest.mark.parametrize(("tolerance", "leased"), [(0.5, True), (0.25, False)])
 def test_an_actor_whose_probe_is_beyond_the_tolerance_gets_no_leases(tmp_path, model_dir, tolerance, leased):
     with LiveHub(tmp_path, config_of(f"publish.probe_tolerance={tolerance}")) as hub:
@@ -323,6 +331,7 @@ def scripted_hub():
         hub.close()
 
 
+@pytest.mark.shows("learner.stall_fail_s")
 def test_a_stalled_run_fails_with_the_reason_unless_the_wait_is_unlimited(scripted_hub):
     stalled = BatchPending(0, "group 3 is with actor a7", 120.0, 2)
     impatient, patient, endless = (scripted_hub(f"learner.stall_fail_s={s}") for s in (100, 200, 0))
@@ -395,6 +404,7 @@ def test_a_batch_brings_the_hubs_counters_as_of_its_cut(scripted_hub):
     assert hub.link.status.counters == {"eta": 4.0}
 
 
+@pytest.mark.shows("learner.stall_report_s")
 def test_a_wait_is_reported_only_after_the_time_set(scripted_hub, caplog):
     caplog.set_level(logging.WARNING, "streamrl.learner")
     for report_s, told in ((3600, False), (1e-9, True)):
@@ -417,6 +427,7 @@ def run_of(hub: ScriptedHub) -> SimpleNamespace:
     )
 
 
+@pytest.mark.shows("eval.every_steps", "eval.num_samples")
 @pytest.mark.parametrize(
     ("words", "asked"),
     [
@@ -466,6 +477,7 @@ def test_an_evaluation_asks_for_as_many_answers_as_set(scripted_hub):
     assert [request.num_responses for request in hub.received(EvalRequest)] == [4]
 
 
+@pytest.mark.shows("trainer.eval_only")
 @pytest.mark.parametrize(("words", "steps"), [([], [1, 2, 3]), (["trainer.eval_only=true"], [])])
 def test_an_evaluation_only_run_has_no_steps(scripted_hub, words, steps):
     run = run_of(scripted_hub("trainer.num_steps=3", *words))

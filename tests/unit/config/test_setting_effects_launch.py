@@ -33,6 +33,7 @@ def started(here: Path, kind: str) -> list[str]:
     return [path.read_text() for path in sorted(here.glob(f"{kind}-*"))]
 
 
+@pytest.mark.shows("launch.num_actors")
 @pytest.mark.parametrize("num_actors", [1, 3])
 def test_launch_starts_so_many_actors_and_passes_them_their_own_settings(here, num_actors):
     (here / "hub-please").write_text(str(num_actors))
@@ -97,6 +98,7 @@ def test_with_more_threads_than_cores_no_process_spins_unless_the_user_says_so(
     assert len(told) >= 2 and set(told) == {policy}  # the learner, and every actor
 
 
+@pytest.mark.shows("launch.num_max_restarts")
 @pytest.mark.parametrize("num_max", [0, 1])
 def test_a_crashing_actor_is_restarted_as_often_as_set(here, num_max):
     (here / "hub-please").write_text(str(NEVER))
@@ -181,6 +183,7 @@ def test_a_key_of_agents_that_is_not_set_is_told_before_anything_is_started(monk
         check_settings(config_of(*words), words, Caller())
 
 
+@pytest.mark.shows("launch.num_learner_ranks")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_launch_starts_so_many_learner_ranks(here, num_ranks):
     assert launch(here, f"launch.num_learner_ranks={num_ranks}", "staleness.eta=3") == 0
@@ -189,6 +192,7 @@ def test_launch_starts_so_many_learner_ranks(here, num_ranks):
     assert len(words) == num_ranks and all("staleness.eta=3" in line for line in words)
 
 
+@pytest.mark.shows("run.shutdown_s")
 def test_a_learner_that_ignores_termination_is_killed_after_the_time_set(here):
     (here / "stubborn").touch()
 

@@ -54,6 +54,7 @@ def made_model(tmp_path, *words: str):
     )
 
 
+@pytest.mark.shows("policy.tiny.hidden_size", "policy.tiny.num_layers", "policy.tiny.num_heads")
 @pytest.mark.parametrize(
     ("word", "key", "value"),
     [
@@ -67,6 +68,7 @@ def test_a_tiny_model_has_the_sizes_that_are_set(tmp_path, word, key, value):
     assert changed[key] == value != plain[key]
 
 
+@pytest.mark.shows("policy.tiny.num_warm_start_steps", "policy.tiny.warm_start_lr")
 @pytest.mark.parametrize(
     "words",
     [
@@ -87,6 +89,7 @@ def test_another_end_of_the_warm_start_is_another_model(tmp_path):
     assert made_model(tmp_path, "policy.tiny.warm_start_until=0.5") != made_model(tmp_path)
 
 
+@pytest.mark.shows("policy.tiny.cache_dir")
 def test_made_models_are_cached_and_reused(tmp_path):
     first, other = made_model(tmp_path / "a"), made_model(tmp_path / "b")
 
@@ -95,6 +98,7 @@ def test_made_models_are_cached_and_reused(tmp_path):
     assert made_model(tmp_path / "a") == first and (first / "config.json").stat().st_mtime_ns == made_at
 
 
+@pytest.mark.shows("policy.model_path", "policy.tiny.enabled")
 def test_a_run_starts_from_the_checkpoint_it_is_given_unless_a_tiny_model_is_asked_for(tmp_path):
     given = tiny_model(tmp_path / "given")
 
@@ -112,6 +116,7 @@ def scored(policy) -> torch.Tensor:
     )[0].detach()
 
 
+@pytest.mark.shows("policy.dtype")
 def test_half_precision_changes_the_scores_and_not_the_master_weights(tmp_path):
     model_dir = tiny_model(tmp_path)
     ranks = Ranks.start("cpu", sharded=True)
@@ -149,6 +154,11 @@ def trained_weights(*words: str) -> torch.Tensor:
 
 
 @pytest.mark.shows(
+    "policy.optimizer.lr", "policy.optimizer.beta1", "policy.optimizer.beta2", "policy.optimizer.eps",
+    "policy.optimizer.weight_decay", "policy.optimizer.max_grad_norm", "policy.scheduler.name",
+    "policy.scheduler.warmup_ratio", "policy.scheduler.min_lr",
+)
+@pytest.mark.shows(
     "policy.scheduler.num_warmup_steps", "policy.scheduler.decay_ratio", "policy.scheduler.options",
 )
 @pytest.mark.parametrize(
@@ -169,6 +179,7 @@ def test_each_setting_of_the_optimizer_and_its_schedule_moves_the_weights(words)
 # --- the loss --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("loss.dual_clip")
 @pytest.mark.parametrize(("word", "capped"), [("loss.dual_clip=3.0", True), ("loss.dual_clip=null", False)])
 def test_the_dual_clip_ends_the_gradient_of_bad_tokens_that_became_far_too_likely(word, capped):
     config = config_of("loss.veto_high=null", "advantage.estimator=group", word)
@@ -186,6 +197,7 @@ def test_the_dual_clip_ends_the_gradient_of_bad_tokens_that_became_far_too_likel
     assert bool((logprobs.grad[bad] == 0).all()) is capped
 
 
+@pytest.mark.shows("learner.max_tokens_per_device")
 @pytest.mark.parametrize(("budget", "num_passes"), [(2000, 1), (1100, 2)])
 def test_the_token_budget_sets_how_many_passes_a_batch_takes(budget, num_passes):
     config = config_of(f"learner.max_tokens_per_device={budget}")
@@ -205,6 +217,7 @@ def threads_are_put_back():
     torch.set_num_threads(before)
 
 
+@pytest.mark.shows("run.device", "run.num_threads")
 def test_the_learner_takes_the_device_and_the_threads_that_are_set(monkeypatch, threads_are_put_back):
     for count in (1, 3):
         assert start_ranks(config_of("run.device=cpu", f"run.num_threads={count}")).device.type == "cpu"
@@ -217,6 +230,7 @@ def test_the_learner_takes_the_device_and_the_threads_that_are_set(monkeypatch, 
         start_ranks(config_of("run.device=cuda"))
 
 
+@pytest.mark.shows("learner.rank_timeout_s")
 def test_a_rank_that_waits_alone_gives_up_after_the_time_set(monkeypatch):
     group = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in group.items():
@@ -244,6 +258,7 @@ def tracker_options(monkeypatch, tmp_path, *words: str) -> dict:
     return started
 
 
+@pytest.mark.shows("tracking.project", "tracking.wandb.enabled", "tracking.wandb.mode")
 def test_the_tracker_is_opened_only_if_enabled_with_its_project_and_mode(monkeypatch, tmp_path):
     on = "tracking.wandb.enabled=true"
 
@@ -255,6 +270,7 @@ def test_the_tracker_is_opened_only_if_enabled_with_its_project_and_mode(monkeyp
     assert tracker_options(monkeypatch, tmp_path, "tracking.trackers=[wandb]") == plain
 
 
+@pytest.mark.shows("tracking.trackers", "tracking.options")
 def test_a_users_own_tracker_is_opened_with_its_options(monkeypatch, tmp_path):
     opened: list[TrackedRun] = []
     module = types.ModuleType("my_tracker")
@@ -267,6 +283,7 @@ def test_a_users_own_tracker_is_opened_with_its_options(monkeypatch, tmp_path):
     assert (run.run_id, run.run_dir, run.settings["options"]) == ("run-1", tmp_path, {"url": "there"})
 
 
+@pytest.mark.shows("run.name", "run.root", "run.dir")
 def test_name_root_and_dir_choose_the_run_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 

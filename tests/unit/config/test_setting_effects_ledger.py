@@ -61,6 +61,7 @@ def state_of(ledger: Ledger) -> tuple[float, float, float]:
 # --- how much is drawn, and in which order ---------------------------------------------------------------------------
 
 
+@pytest.mark.shows("trainer.num_steps", "rollout.num_prompts_per_step", "staleness.eta")
 @pytest.mark.parametrize(
     ("word", "num_leases"),
     [
@@ -124,6 +125,7 @@ def test_single_answers_make_a_batch_without_waiting_for_siblings():
     assert len(cut(ledger)) == 4
 
 
+@pytest.mark.shows("rollout.num_responses_per_prompt")
 @pytest.mark.parametrize("group_size", [1, 2, 6])
 def test_the_group_size_is_the_number_of_members_of_a_lease(group_size):
     words = (f"rollout.num_responses_per_prompt={group_size}", "advantage.baseline=none")
@@ -132,6 +134,7 @@ def test_the_group_size_is_the_number_of_members_of_a_lease(group_size):
     assert lease.members == tuple(range(group_size)) and len(set(lease.seeds)) == group_size
 
 
+@pytest.mark.shows("data.shuffle")
 def test_without_shuffling_prompts_come_in_order_and_the_seed_decides_the_shuffled_order():
     orders = [
         [lease.prompt_index for lease in joined(ledger_of("staleness.eta=9", *words)).ask()]
@@ -142,6 +145,7 @@ def test_without_shuffling_prompts_come_in_order_and_the_seed_decides_the_shuffl
     assert orders[1] != orders[0] != orders[2] != orders[1]
 
 
+@pytest.mark.shows("run.seed")
 def test_the_seed_of_the_run_decides_what_members_sample():
     words = ("run.seed=1", "run.seed=1", "run.seed=2")
     first, again, other = (joined(ledger_of(word)).ask()[0].seeds for word in words)
@@ -149,6 +153,7 @@ def test_the_seed_of_the_run_decides_what_members_sample():
     assert first == again and not set(first) & set(other)
 
 
+@pytest.mark.shows("env.name", "env.path", "env.options")
 def test_another_task_or_another_option_of_it_gives_other_prompts(tmp_path):
     own = tmp_path / "own.py"
     own.write_text(
@@ -162,6 +167,10 @@ def test_another_task_or_another_option_of_it_gives_other_prompts(tmp_path):
     assert b"mine 0" in mine
 
 
+@pytest.mark.shows(
+    "rollout.train.sampling.temperature", "rollout.test.sampling.temperature", "rollout.test.sampling.top_p",
+    "rollout.test.sampling.top_k", "rollout.test.sampling.min_p",
+)
 @pytest.mark.parametrize(
     ("split", "name", "value"),
     [
@@ -205,6 +214,7 @@ def test_a_set_is_asked_with_its_own_prompts_and_sampling(tmp_path):
 # --- staleness -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("staleness.num_lookahead_groups")
 @pytest.mark.parametrize(("window", "trained"), [(0, None), (1, None), (2, [1, 2])])
 def test_the_window_limits_how_many_groups_overtake_an_unfinished_one(window, trained):
     ledger = ledger_of(f"staleness.num_lookahead_groups={window}")
@@ -233,12 +243,14 @@ def late_group(*words: str) -> tuple[Ledger, FakeActor, str]:
     return ledger, quick, slow.finish(first, versions=[(1, 0), (1, 1), (1, 2)], rewards=[0.0, 1.0]).kind
 
 
+@pytest.mark.shows("staleness.max_lag")
 def test_max_lag_decides_whether_an_old_group_is_trained():
     for max_lag, kind, trained in ((1, "rejected", 0), (2, "accepted", 1)):
         ledger, _, result = late_group(f"staleness.max_lag={max_lag}")
         assert (result, state_of(ledger)[1]) == (kind, trained)
 
 
+@pytest.mark.shows("staleness.on_stale")
 def test_on_stale_decides_whether_an_old_group_is_made_again():
     for choice, dropped in (("reissue", 0), ("drop", 1)):
         ledger, quick, result = late_group("staleness.max_lag=1", f"staleness.on_stale={choice}")
@@ -246,6 +258,7 @@ def test_on_stale_decides_whether_an_old_group_is_made_again():
         assert ((0, 1) in [lease.ref for lease in quick.ask()]) is (not dropped)
 
 
+@pytest.mark.shows("staleness.mode", "staleness.hard_max_lag")
 def test_the_mode_decides_what_happens_to_an_old_group():
     late = {
         words: late_group(*words)[2]
@@ -295,6 +308,7 @@ def incomplete(*words: str, present: int = 2, now: float = 0.0) -> tuple[Ledger,
     return ledger, actor, lease.group_id
 
 
+@pytest.mark.shows("rollout.group_policy")
 @pytest.mark.parametrize(("policy", "members"), [("reissue_missing", (2, 3)), ("reissue_whole", (0, 1, 2, 3))])
 def test_the_group_policy_decides_which_members_are_leased_again(policy, members):
     _, actor, group_id = incomplete(f"rollout.group_policy={policy}")
@@ -302,6 +316,7 @@ def test_the_group_policy_decides_which_members_are_leased_again(policy, members
     assert [lease.members for lease in actor.ask() if lease.group_id == group_id] == [members]
 
 
+@pytest.mark.shows("rollout.num_min_members")
 @pytest.mark.parametrize(("num_min", "num_held"), [(2, 1), (3, 0)])
 def test_a_partial_group_is_held_if_it_has_enough_members(num_min, num_held):
     ledger, _, _ = incomplete("rollout.group_policy=accept_partial", f"rollout.num_min_members={num_min}")
@@ -309,6 +324,7 @@ def test_a_partial_group_is_held_if_it_has_enough_members(num_min, num_held):
     assert state_of(ledger)[1] == num_held
 
 
+@pytest.mark.shows("hub.group_deadline_s")
 @pytest.mark.parametrize(("deadline_s", "num_held"), [(0.0, 1), (50.0, 0)])
 def test_before_its_deadline_a_partial_group_waits_for_its_missing_members(deadline_s, num_held):
     ledger, actor, _ = incomplete("rollout.group_policy=accept_partial", f"hub.group_deadline_s={deadline_s}")
@@ -319,6 +335,7 @@ def test_before_its_deadline_a_partial_group_waits_for_its_missing_members(deadl
     assert state_of(ledger)[1] == 1
 
 
+@pytest.mark.shows("hub.num_max_attempts")
 @pytest.mark.parametrize("num_max", [1, 2])
 def test_a_group_is_dropped_after_so_many_failures(num_max):
     ledger = ledger_of(f"hub.num_max_attempts={num_max}", "staleness.eta=0")
@@ -335,6 +352,7 @@ def test_a_group_is_dropped_after_so_many_failures(num_max):
 # --- filters ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("filter.zero_std", "filter.min_std", "filter.accuracy_range")
 @pytest.mark.parametrize(
     ("words", "rewards", "dropped"),
     [
@@ -358,6 +376,7 @@ def test_each_filter_drops_its_groups(words, rewards, dropped):
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("hub.dead_after_s")
 @pytest.mark.parametrize(("dead_after_s", "gone"), [(5.0, True), (20.0, False)])
 def test_a_silent_actor_is_dead_after_the_time_set(dead_after_s, gone):
     ledger = ledger_of(f"hub.dead_after_s={dead_after_s}")
@@ -368,6 +387,7 @@ def test_a_silent_actor_is_dead_after_the_time_set(dead_after_s, gone):
     assert evicted == (["a1"] if gone else []) and (state_of(ledger)[0] == 4) is gone
 
 
+@pytest.mark.shows("hub.lease_ttl_s")
 @pytest.mark.parametrize(("ttl_s", "revoked"), [(30.0, 1), (600.0, 0)])
 def test_a_lease_without_progress_expires_after_the_time_set(ttl_s, revoked):
     ledger = ledger_of(f"hub.lease_ttl_s={ttl_s}", "hub.dead_after_s=1000")
@@ -381,6 +401,7 @@ def test_a_lease_without_progress_expires_after_the_time_set(ttl_s, revoked):
     assert sum(effect.kind == "revoke" and lease.ref in effect.leases for effect in effects) == revoked
 
 
+@pytest.mark.shows("hub.heartbeat_s")
 @pytest.mark.parametrize(
     ("heartbeat_s", "num_beats", "silent_after_s"), [(1.0, 2, 3.0), (0.25, 10, 3.0), (4.0, 0, 12.0)]
 )

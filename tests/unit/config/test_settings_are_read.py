@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from learner.model.optimizer import OPTIMIZERS
-from streamrl.config.load import settings
+from streamrl.config.catalog import settings
 
 ROOT = Path(__file__).parents[3]
 NOT_READERS = {"schema.py", "schema_algorithm.py", "schema_system.py", "schema_task.py"}

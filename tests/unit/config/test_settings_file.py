@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from streamrl.config.load import load_config, read_files, to_plain, to_yaml
-from streamrl.config.sweep_words import parse_sweep
+from streamrl.config.load import load_config, to_plain, to_yaml
+from streamrl.config.overrides import read_files
 from streamrl.errors import ConfigError
+from streamrl.sweep.words import parse_sweep
 
 MINE = """
 experiment: quickstart
@@ -106,7 +107,7 @@ def test_a_file_that_says_nothing_is_refused_by_name(folder, text, message):
 
 
 def test_a_sweep_takes_a_file_too(folder):
-    words = parse_sweep(read_files(["my.yaml", "staleness.eta=0,2", "hydra.sweep.dir=out"]))
+    words = parse_sweep(read_files(["my.yaml", "staleness.eta=0,2", "sweep.dir=out"]))
 
     assert words.grid() == [("staleness.eta=0",), ("staleness.eta=2",)]
     for swept in words.grid():

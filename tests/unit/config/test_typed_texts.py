@@ -7,35 +7,23 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from streamrl.config import load
-from streamrl.config.load import (
-    PATHS,
-    OverridesParser,
-    from_plain,
-    hydra_overrides,
-    load_config,
-    read_files,
-    settings,
-    texts,
-    to_plain,
-    to_yaml,
-)
-from streamrl.config.sweep_words import parse_sweep
+from streamrl.config.catalog import PATHS, settings, texts
+from streamrl.config.load import from_plain, load_config, to_plain, to_yaml
+from streamrl.config.overrides import parse_overrides, read_files
 from streamrl.errors import ConfigError
+from streamrl.sweep.words import parse_sweep
 
 TYPED = ("1e5", "true", "False", "0x10", "1_000", "1.50", "inf", "007", "-3", "on", "1:30", "2026-11-28")
 KINDS = {name: kind for name, kind, _, _ in settings()}
-LISTS = {name for name in texts() if KINDS[name] == "list[str]"}
+LISTS = {name for name in texts() if KINDS[name].startswith("list[str]")}
 
 
 def values_of(words):
-    """The values of words as hydra gives them to the settings."""
-    found = OverridesParser.create().parse_overrides(hydra_overrides(list(words)))
-    return {one.key_or_group: one.value() for one in found}
+    return dict(parse_overrides(words))
 
 
 def test_every_setting_of_type_text_is_known():
-    walked = {name for name, kind in KINDS.items() if "str" in kind.split("|") or kind == "list[str]"}
+    walked = {name for name, kind in KINDS.items() if "str" in kind.split("|") or kind.startswith("list[str]")}
     assert texts() == walked | set(PATHS) and len(walked) > 70
 
 
@@ -93,12 +81,10 @@ TEXTUAL = [name for name, kind, _, _ in settings() if kind.startswith(("Any", "l
 @given(name=NAMES, key=st.sampled_from(TEXTUAL))
 @example(name="~/x.jsonl", key="data.path")
 def test_what_begins_with_no_bracket_is_a_text_as_it_was_typed(name, key):
-    value = load._parse(hydra_overrides([f"{key}={name}"])[0]).value()
-
-    assert value == name
+    assert parse_overrides([f"{key}={name}"]) == [(key, name)]
 
 
 @given(names=st.lists(NAMES.filter(lambda name: not set(name) & set("'\"[](){}")), min_size=1, max_size=3))
 def test_so_is_each_name_of_a_list(names):
     names = [name.strip() for name in names]
-    assert load._parse(hydra_overrides([f"data.path=[{','.join(names)}]"])[0]).value() == names
+    assert parse_overrides([f"data.path=[{','.join(names)}]"]) == [("data.path", names)]

@@ -74,7 +74,7 @@ def test_a_bad_record_is_refused_with_file_number_and_field(tmp_path, monkeypatc
         (["data.path=7"], "data.path=7: there is no such file"),
         (["data.path=[]"], "data.path=[] must be a path"),
         (["data.weights=[1,2]"], "data.weights=[1.0, 2.0] must be 1 positive numbers"),
-        (["data.test_ratio=1.5"], "data.test_ratio=1.5 must be in [0, 1): it is a share of the records"),
+        (["data.test_ratio=1.5"], "data.test_ratio=1.5 must be less than 1. Share that is held out"),
         (["data.test_path=gone.jsonl"], "data.test_path=gone.jsonl: there is no such file"),
         (["env.path=null"], "nothing says how answers are scored"),
     ],

@@ -152,6 +152,7 @@ def test_a_latest_that_names_nothing_is_passed_over(training, tmp_path, caplog):
     assert find_checkpoint(tmp_path).version == 1 and "LATEST" in caplog.text
 
 
+@pytest.mark.shows("checkpoint.num_keep")
 def test_only_the_newest_few_stay_and_drafts_go(training, tmp_path):
     (tmp_path / "ckpt.tmp-7-dead").mkdir()
     for _ in range(4):

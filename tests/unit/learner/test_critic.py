@@ -183,6 +183,11 @@ def moved(checkpoint, config, rounds=1):
     return scene.values()
 
 
+@pytest.mark.shows(
+    "critic.kind", "critic.num_steps", "critic.optimizer.lr", "critic.optimizer.beta1", "critic.optimizer.beta2",
+    "critic.optimizer.eps", "critic.optimizer.weight_decay", "critic.optimizer.max_grad_norm", "critic.optimizer.name",
+    "critic.optimizer.options",
+)
 def test_each_setting_of_the_critic_moves_its_values(checkpoints):
     path = checkpoints["qwen3-tied"]
     plain = moved(path, FAST, rounds=3)
@@ -225,6 +230,7 @@ def test_the_critics_rate_follows_its_own_schedule(checkpoints, settings, rates)
     assert found == pytest.approx([3e-3 * rate for rate in rates])
 
 
+@pytest.mark.shows("critic.model_path")
 def test_a_critic_model_may_start_from_another_checkpoint(checkpoints):
     own = replace(FAST, kind=CriticKind.model)
     other = replace(own, model_path=str(checkpoints["llama-tied"]))
@@ -288,6 +294,7 @@ def test_a_reward_models_scores_are_the_first_values_and_survive_an_export(check
     assert torch.equal(Scene(path, again).values(), scene.values())
 
 
+@pytest.mark.shows("critic.clip")
 def test_the_clip_bounds_how_far_a_value_is_pulled(checkpoints):
     """Every value is farther from its target than the clip: the clipped loss has no gradient once a value moved."""
     loose, tight = (

@@ -88,6 +88,7 @@ def test_the_rule_is_read_off_logits_and_no_other_function_passes_for_one(kind):
         measure_logit_rule([hidden.detach()], [raw.abs().sqrt()], head, cap=None)
 
 
+@pytest.mark.shows("learner.logprob_chunk_tokens")
 def test_no_tensor_larger_than_a_chunk_of_logits_is_ever_made():
     big_v, tokens, chunk = 500, 200, 8
     hidden = torch.randn(tokens, H, requires_grad=True)

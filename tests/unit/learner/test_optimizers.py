@@ -53,6 +53,7 @@ def trained(checkpoint, name, **settings):
     return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
 
+@pytest.mark.shows("policy.optimizer.name")
 def test_every_optimizer_moves_the_weights_in_its_own_way(checkpoints):
     start = torch.cat([p.detach().flatten() for p in load_policy(checkpoints["qwen3"]).parameters()])
     ends = {name: trained(checkpoints["qwen3"], name) for name in NAMES}
@@ -63,6 +64,7 @@ def test_every_optimizer_moves_the_weights_in_its_own_way(checkpoints):
         assert not torch.allclose(ends[one], ends[other], rtol=0, atol=1e-6), (one, other)
 
 
+@pytest.mark.shows("policy.optimizer.options")
 @pytest.mark.parametrize(
     ("name", "options"),
     [("sgd", {"momentum": 0.9}), ("sgd", {"momentum": 0.9, "nesterov": True}), ("muon", {"momentum": 0.5}),

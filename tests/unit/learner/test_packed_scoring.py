@@ -74,6 +74,7 @@ def test_the_units_of_sharding_are_the_layers_of_any_architecture(checkpoints):
         assert len(layers) == 2 and len({type(layer) for layer in layers}) == 1
 
 
+@pytest.mark.shows("policy.gradient_checkpointing")
 def test_gradient_checkpointing_changes_no_gradient(checkpoints):
     grads = []
     for recompute in (False, True):

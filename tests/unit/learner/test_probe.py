@@ -17,6 +17,7 @@ def prober(model_dir, *, every: int = 4) -> Prober:
     return Prober(load_policy(model_dir), IDS, every=every, tolerance=0.1, device="cpu")
 
 
+@pytest.mark.shows("publish.probe_every")
 @pytest.mark.parametrize(("every", "due"), [(0, []), (1, [3, 4, 5, 6, 7, 8, 9]), (4, [3, 7])])
 def test_versions_are_probed_as_often_as_set_and_first_of_all(checkpoints, every, due):
     one = prober(checkpoints["qwen3"], every=every)

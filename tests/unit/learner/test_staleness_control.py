@@ -88,6 +88,7 @@ def test_faster_drift_lowers_the_lead_and_slower_drift_raises_it_again():
     assert wild <= 4
 
 
+@pytest.mark.shows("staleness.adaptive.min_eta", "staleness.adaptive.max_eta", "staleness.adaptive.ess_target")
 def test_a_stricter_target_gives_a_shorter_lead_inside_the_bounds_that_are_set():
     scale = math.log(2.0) / N_EFF / 21.0**1.5
     words = ("staleness.adaptive.breaker=false",)
@@ -101,6 +102,7 @@ def test_a_stricter_target_gives_a_shorter_lead_inside_the_bounds_that_are_set()
     assert min(floored) == floored[-1] == 3
 
 
+@pytest.mark.shows("staleness.adaptive.half_life_steps")
 def test_a_short_memory_follows_a_change_of_drift_sooner():
     scale = math.log(2.0) / N_EFF / 11.0**1.5
     etas = {}
@@ -168,6 +170,7 @@ def test_each_mode_has_its_own_rule_of_age():
         assert (control.lag_policy.mask_beyond, control.lag_policy.discount_beyond) == (None, None)
 
 
+@pytest.mark.shows("staleness.adaptive.enabled")
 def test_disabled_it_measures_and_changes_nothing():
     control = control_of("staleness.adaptive.enabled=false")
     for _ in range(50):
@@ -180,6 +183,7 @@ def test_disabled_it_measures_and_changes_nothing():
 # --- goodput ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("staleness.adaptive.rule")
 def test_goodput_climbs_to_the_lead_with_the_most_effective_groups_a_second():
     """The learner waits at short leads, samples lose value at long ones: the best is in between."""
     words = ("staleness.adaptive.rule=goodput", "staleness.adaptive.num_trial_steps=5", "staleness.adaptive.max_eta=12")
@@ -194,6 +198,7 @@ def test_goodput_climbs_to_the_lead_with_the_most_effective_groups_a_second():
     assert all(1 <= eta <= 12 for eta in seen)
 
 
+@pytest.mark.shows("staleness.adaptive.num_trial_steps")
 def test_the_length_of_a_trial_is_the_one_that_is_set():
     first_trial = {}
     for num_steps in (4, 9):
@@ -257,6 +262,7 @@ def test_a_rate_at_its_floor_for_five_steps_is_trouble():
     assert modes == ["normal"] * 4 + ["cautious"] * 2
 
 
+@pytest.mark.shows("staleness.adaptive.breaker")
 def test_without_the_breaker_trouble_changes_nothing():
     control = control_of("staleness.adaptive.breaker=false", "staleness.adaptive.rule=goodput")
     step(control, ess=0.01, queue=5.0, grad_norm=math.nan)
@@ -267,6 +273,7 @@ def test_without_the_breaker_trouble_changes_nothing():
 # --- the step size ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("policy.scheduler.ess_rule")
 @pytest.mark.parametrize(("rule", "scales"), [("none", [1, 1, 1]), ("sqrt", [1, 0.5, 0.1]), ("linear", [1, 0.25, 0.1])])
 def test_the_rate_is_scaled_by_the_ess_of_the_batch(rule, scales):
     control = control_of(f"policy.scheduler.ess_rule={rule}", "staleness.adaptive.enabled=false")
@@ -275,6 +282,7 @@ def test_the_rate_is_scaled_by_the_ess_of_the_batch(rule, scales):
     assert control.lr_scale(measured(ess=None)) == 1.0
 
 
+@pytest.mark.shows("policy.scheduler.ess_floor")
 def test_the_floor_of_the_rate_is_the_one_that_is_set():
     control = control_of("policy.scheduler.ess_rule=sqrt", "policy.scheduler.ess_floor=0.3")
 
@@ -284,6 +292,7 @@ def test_the_floor_of_the_rate_is_the_one_that_is_set():
 # --- gates and publishing ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("staleness.adaptive.m2_target")
 def test_off_policy_masking_goes_on_while_drift_at_the_mean_lag_is_over_its_budget():
     control = control_of("staleness.adaptive.half_life_steps=1", "staleness.adaptive.m2_target=0.01")
     seen = []
@@ -297,6 +306,7 @@ def test_off_policy_masking_goes_on_while_drift_at_the_mean_lag_is_over_its_budg
     assert not lenient.opsm_on
 
 
+@pytest.mark.shows("staleness.adaptive.group_spread")
 def test_the_spread_of_a_group_is_limited_by_drift_only_if_asked_for():
     budgets = []
     for words in ((), ("staleness.adaptive.group_spread=true",)):
@@ -307,6 +317,7 @@ def test_the_spread_of_a_group_is_limited_by_drift_only_if_asked_for():
     assert budgets == [None, 10]
 
 
+@pytest.mark.shows("publish.when")
 def test_on_drift_a_version_is_published_once_a_quarter_of_the_budget_is_spent_or_half_the_lead():
     def versions(per_step: float, *words: str) -> list[int]:
         control = control_of("publish.when=drift", "staleness.adaptive.rule=fixed", *words)

@@ -20,7 +20,7 @@ from learner.model.tiny import make_tiny_model
 from learner.ranks.mesh import Ranks
 from learner.supervised.methods import Dpo, RewardModel, Sft, export_reward_model, load_reward_network
 from learner.supervised.records import Encoder, PairShape, places_of, row_of, shape_of
-from streamrl.config.load import settings
+from streamrl.config.catalog import settings
 from streamrl.config.schema import DataConfig, DpoConfig, LearnerConfig
 from streamrl.environment import ChatMessage
 from streamrl.errors import ConfigError, TaskError

@@ -114,6 +114,7 @@ def test_the_warm_start_trains_the_task_and_reports_the_true_greedy_accuracy(tmp
     assert greedy_exact_match(tmp_path, examples[-256:][:60]) == pytest.approx(result.exact_match, abs=0.1)
 
 
+@pytest.mark.shows("policy.tiny.warm_start_until")
 def test_the_error_phase_brings_a_good_model_down_to_what_was_asked_for(tmp_path):
     make_tiny_model(tmp_path, characters="abcd", **SMALL)
     examples = pairs(SORT, 2000)

@@ -54,7 +54,7 @@ def test_a_grid_of_two_at_once_is_ranked_and_a_failed_run_is_not_its_end(here, c
     assert {one["OMP_NUM_THREADS"] for one in environments} == {"4"}
     assert {one["CUDA_VISIBLE_DEVICES"] for one in environments} <= {"4", "6"}
     printed = capfd.readouterr()
-    assert "policy.optimizer.lr=-1.0 must be greater than 0" in printed.out
+    assert "policy.optimizer.lr=-1 must be greater than 0" in printed.out
     assert "job 1 failed: status 1: RuntimeError: the reason of the failure" in printed.out
     assert "not finished" in printed.err
     assert "best            eval_score_best 10.0: policy.optimizer.lr=0.5" in printed.out
@@ -133,7 +133,7 @@ def test_a_resumed_grid_does_only_what_is_left(here, capfd):
         (["staleness.eta=0,2", "run.dir=there"], "run.dir names one directory"),
         (["sweep.num_trials=2,3"], "sweep.num_trials is of the whole sweep: give it one value"),
         (["staleness.eta=0,2", "sweep.num_parallel=2", "hub.bind=tcp://127.0.0.1:5601"], "hub.bind fixes port 5601"),
-        (["policy.optimizer.lr=-1,-2"], "policy.optimizer.lr=-1.0 must be greater than 0"),
+        (["policy.optimizer.lr=-1,-2"], "policy.optimizer.lr=-1 must be greater than 0"),
         (["staleness.eta=0,2", "checkpoint.resume=true", "sweep.dir=null"], "add sweep.dir=..."),
         (["staleness.eta=0,2", "sweep.dir=."], "already holds files"),
     ],

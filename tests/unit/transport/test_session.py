@@ -210,6 +210,7 @@ def test_three_evictions_end_it():
     assert isinstance(link.received(Stop(StopReason.EVICTED, True, 0, 1, ""), 9.0)[-1], LinkClosed)
 
 
+@pytest.mark.shows("actors.give_up_after_s")
 def test_it_gives_up_only_when_told_to():
     patient, impatient = make_link(), make_link(give_up_after_s=2.0)
     patient.start(0.0)

@@ -115,6 +115,7 @@ def test_who_can_form_no_more_is_no_candidate(harness):
     one.candidates(0)
 
 
+@pytest.mark.shows("publish.nccl_init_deadline_s")
 @pytest.mark.parametrize(("seconds", "replaced"), [(0.3, True), (100, False)])
 def test_a_broadcaster_that_says_nothing_is_replaced_after_the_time_set(harness, seconds, replaced):
     one = harness(f"publish.nccl_init_deadline_s={seconds}")
@@ -133,6 +134,7 @@ def test_a_broadcaster_that_says_nothing_is_replaced_after_the_time_set(harness,
         assert successor.receive(BroadcastForm).epoch == 2
 
 
+@pytest.mark.shows("publish.nccl_bucket_deadline_s")
 def test_members_are_told_the_deadlines_that_are_set(harness):
     one = harness("publish.nccl_init_deadline_s=7", "publish.nccl_bucket_deadline_s=3", "publish.bucket_bytes=512")
     broadcaster, peer = one.broadcaster(), one.actor("a")
@@ -197,6 +199,7 @@ def test_a_broadcaster_without_memory_is_not_started_again(harness, caplog):
     assert one.hub.server.broadcast._start_at == float("inf") and len(one.broadcasters) == 1
 
 
+@pytest.mark.shows("publish.transports")
 @pytest.mark.parametrize("order", [["shm", "zmq"], ["zmq", "shm"], ["zmq"]])
 def test_weights_are_offered_in_the_ways_and_the_order_that_are_set(tmp_path, model_dir, order):
     with LiveHub(tmp_path, config_of(f"publish.transports=[{','.join(order)}]")) as hub:

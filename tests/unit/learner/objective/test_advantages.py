@@ -158,6 +158,7 @@ def test_a_group_baseline_centers_the_rewards_that_a_critic_sees_and_is_paid_onc
                                    atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.shows("advantage.whiten")
 def test_whitening_gives_all_tokens_of_the_batch_mean_zero_and_spread_one():
     settings = AdvantageConfig(estimator="vtrace", whiten="batch")
     found = all_advantages(advantages_of(batch(3, 4), settings, max_tokens=40))
@@ -166,6 +167,7 @@ def test_whitening_gives_all_tokens_of_the_batch_mean_zero_and_spread_one():
     assert float(found.std()) == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.shows("advantage.gamma", "advantage.discount")
 def test_gamma_discounts_tokens_or_only_the_ends_of_turns():
     row = trajectory(np.random.default_rng(3), 0, 0, num_actions=6, with_gap=False)
     rewards = np.array([0, 0, 0, 0, 0, 3], dtype=np.float32)
@@ -190,6 +192,7 @@ def test_segments_are_turns_or_blocks_inside_turns():
     assert segment_ids(micro, Segment.block, 3).tolist() == [[1, 1, 1, 2, 3, 3, 3]]
 
 
+@pytest.mark.shows("advantage.segment", "advantage.segment_tokens")
 def test_segment_length_changes_the_advantages():
     rows = batch(2, 4)
     settings = AdvantageConfig(estimator="vtrace_segments", segment=Segment.block, segment_tokens=2)
@@ -199,6 +202,7 @@ def test_segment_length_changes_the_advantages():
     assert not torch.allclose(two, four) and not torch.allclose(four, turns)
 
 
+@pytest.mark.shows("advantage.rho_bar_pg")
 def test_rho_bar_pg_multiplies_the_own_ratio_into_the_advantage():
     rows = batch(2, 4)
     reinforce = replace(PLAIN, surrogate="reinforce")
@@ -211,6 +215,7 @@ def test_rho_bar_pg_multiplies_the_own_ratio_into_the_advantage():
         torch.testing.assert_close(with_ratio[i][0], ratio * without[i][0], atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.shows("advantage.options")
 @pytest.mark.parametrize(
     ("estimator", "options"),
     [("vtrace", {"leak": 0.5}), ("vtrace", {"trace_temperature": 4.0}), ("vtrace_segments", {"trace": "geometric"}),
@@ -229,6 +234,7 @@ def test_an_estimators_own_constants_reach_it(estimator, options):
     assert not same
 
 
+@pytest.mark.shows("advantage.weight_cap", "advantage.min_ess")
 def test_a_weighted_baseline_listens_to_siblings_that_the_policy_still_would_say():
     rows = batch(2, 4)
     settings = AdvantageConfig(estimator="group", baseline="weighted_leave_one_out", min_ess=0.0)
@@ -256,6 +262,7 @@ def test_the_optimal_baseline_weighs_siblings_by_the_size_of_their_gradients_too
     assert [float(found[i][0][0]) for i in range(len(rows))] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.shows("advantage.rho_bar_ess_target")
 def test_rho_bar_can_follow_the_effective_sample_size():
     rows = batch(3, 4)
     settings = AdvantageConfig(estimator="vtrace_critic_free")

@@ -159,6 +159,7 @@ def mode_words(kind: str) -> list[str]:
 
 
 # k1_is is unbiased only over fresh samples: on one batch trained again and again its noise does not cancel.
+@pytest.mark.shows("kl.mode", "kl.coef")
 @pytest.mark.parametrize("mode", ["reward_k1", "advantage", *(kind for kind in KINDS if kind != "k1_is")])
 def test_a_larger_weight_keeps_the_policy_nearer_to_the_reference(model_dir, start, free, mode):
     weak, strong = (train(model_dir, *mode_words(mode), f"kl.coef={coef}") for coef in (0.001, 3.0))
@@ -215,6 +216,7 @@ def kl_gradient(*words) -> torch.Tensor:
     return gradients[0] - gradients[1]
 
 
+@pytest.mark.shows("kl.cap")
 @pytest.mark.parametrize(
     ("words", "weight"),
     [
@@ -312,6 +314,7 @@ def test_tokens_that_a_veto_removed_do_not_count_in_the_measured_kl():
 # --- the reference ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("reference.model_path")
 def test_the_reference_is_the_start_of_the_run_unless_another_model_is_given(tmp_path, model_dir, start, free):
     other = tiny_checkpoint(tmp_path / "other", "qwen3", tied=True, seed=1)
     toward = train(model_dir, K2, STRONG, f"reference.model_path={other}")
@@ -337,6 +340,7 @@ def test_a_reference_of_another_vocabulary_or_shape_is_refused_by_name(tmp_path,
         train(model_dir, K2, f"reference.model_path={tmp_path}/none")
 
 
+@pytest.mark.shows("reference.sync_every_steps")
 def test_a_synced_reference_follows_the_policy_as_often_as_set(model_dir, start):
     fixed, synced = (
         train(model_dir, K2, STRONG, f"reference.sync_every_steps={n}") for n in (0, 2)
@@ -412,6 +416,7 @@ def test_an_entropy_target_widens_the_clip_that_the_surrogate_uses(model_dir):
     assert [row["clip/high"] for row in wide.metrics][:3] == pytest.approx([0.05, 0.55, 1.05])
 
 
+@pytest.mark.shows("constraint.kl_limit")
 @pytest.mark.parametrize(
     "words",
     [
@@ -433,6 +438,7 @@ def test_a_limit_that_is_kept_changes_nothing(model_dir, start, free):
     assert train(model_dir, "constraint.kl_limit=5").distance(start) == pytest.approx(free, rel=1e-3)
 
 
+@pytest.mark.shows("constraint.entropy_min")
 def test_a_least_entropy_is_defended(model_dir):
     free, bound = (
         train(model_dir, *more) for more in ([], ["constraint.entropy_min=9", "constraint.options.lr=0.2"])

@@ -48,6 +48,7 @@ def recorded(made: LossWeights) -> dict:
     return meter.flush(0)
 
 
+@pytest.mark.shows("kl.controller")
 @pytest.mark.parametrize("controller", FEEDBACK)
 def test_a_kl_above_the_target_raises_the_weight_and_one_below_lowers_it(controller):
     above, below = (run(controls(kl_config(controller)), *([kl] * 3)).kl_coef for kl in (0.05, 0.001))
@@ -55,6 +56,7 @@ def test_a_kl_above_the_target_raises_the_weight_and_one_below_lowers_it(control
     assert above > 0.2 > below
 
 
+@pytest.mark.shows("kl.options")
 @pytest.mark.parametrize(
     ("controller", "knob", "value"),
     [
@@ -102,6 +104,7 @@ def test_a_step_that_measured_nothing_moves_nothing():
     assert made.to_plain() == before
 
 
+@pytest.mark.shows("entropy.target", "entropy.step", "entropy.low", "entropy.high")
 def test_low_entropy_raises_the_bonus_and_high_entropy_lowers_it_and_lets_it_rest():
     entropy = EntropyConfig(target=1.0, adapt=EntropyAdapt.coef, step=0.1, high=0.35)
     made = controls(entropy=entropy, loss=LossConfig(entropy_coef=0.2))
@@ -116,6 +119,7 @@ def test_low_entropy_raises_the_bonus_and_high_entropy_lowers_it_and_lets_it_res
     assert run(floor, 1.5, of="entropy").to_plain()["entropy_coef"] == 0.19
 
 
+@pytest.mark.shows("entropy.adapt")
 def test_low_entropy_widens_the_upper_clip_within_its_bounds():
     entropy = EntropyConfig(target=1.0, adapt=EntropyAdapt.clip_high, step=0.1)
     made = controls(entropy=entropy)
@@ -138,6 +142,7 @@ def test_a_multiplier_grows_while_its_constraint_is_violated_and_shrinks_after()
     assert recorded(made) == pytest.approx({"step": 0, "constraint/kl": 0.05, "constraint/entropy": 0.2})
 
 
+@pytest.mark.shows("constraint.one_sided")
 def test_a_one_sided_constraint_keeps_its_multiplier_but_is_silent_while_it_holds():
     both, one = (
         run(controls(constraint=ConstraintConfig(kl_limit=0.1, options={"lr": 0.5}, one_sided=x)), 0.5, 0.05)
@@ -157,6 +162,7 @@ def test_frozen_multipliers_wait_until_the_data_is_fresh_enough(method):
     assert run(made, 0.9).multipliers["kl"] > before["kl"]
 
 
+@pytest.mark.shows("constraint.method", "constraint.options")
 def test_a_pid_multiplier_answers_at_once_and_reads_its_gains():
     plain, keen = (
         run(controls(constraint=ConstraintConfig(kl_limit=0.1, method=PID, options=gains)), 0.6).multipliers["kl"]

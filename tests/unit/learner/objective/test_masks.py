@@ -44,6 +44,7 @@ def test_without_guards_every_action_token_stays():
     assert torch.equal(found.keep, MASK) and found.removed == {} and found.weights is None
 
 
+@pytest.mark.shows("loss.zscore_bound")
 def test_each_guard_removes_its_tokens_and_says_so():
     cases = {
         "lag": (kept(OFF, mask_beyond=1), [[False, True, True], [True, True, False]]),
@@ -63,6 +64,7 @@ def test_what_every_guard_removes_has_a_metric():
         assert lookup(f"keep/{cause}").reduction is Reduction.mean
 
 
+@pytest.mark.shows("loss.veto_stat")
 def test_the_veto_looks_at_any_ratio_or_at_their_mean():
     """Ratios of the first row: 0.37, 0.45, 0.55."""
     loss = replace(OFF, veto_low=0.4)
@@ -83,6 +85,7 @@ def test_the_veto_by_kl_drops_a_trajectory_or_what_follows_its_trigger():
     assert not kept(replace(loss, veto_scope=VetoScope.trajectory), log_ratios=late).keep[0].any()
 
 
+@pytest.mark.shows("loss.opsm_delta", "loss.opsm_when")
 def test_sequence_masking_spares_good_trajectories_and_can_wait_for_drift():
     loss = replace(OFF, opsm_delta=0.5)
     assert torch.equal(kept(loss, GOOD).keep, MASK)
@@ -115,6 +118,7 @@ def ratios(rows, policy):
     return [(p - torch.from_numpy(r.logprobs[r.mask])).exp() for p, r in zip(policy, rows, strict=True)]
 
 
+@pytest.mark.shows("loss.correction")
 def test_a_bypass_weight_is_the_truncated_sequence_ratio_on_every_token():
     rows = batch()
     grads, _, policy = step(rows, loss=replace(OFF, surrogate="reinforce", correction="bypass_pg_is"))
@@ -134,6 +138,7 @@ def test_a_decoupled_weight_and_a_clip_on_the_proximal_policy_make_one_ratio():
         torch.testing.assert_close(grad, -ratio.clamp(max=2.0) * advantage / num_tokens(rows), atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.shows("loss.anchor")
 def test_an_averaged_anchor_clips_against_the_average_and_not_against_mu():
     rows = batch()
     loss = replace(OFF, surrogate="decoupled_ppo", anchor="ewma", dual_clip=None, clip_low=0.2, clip_high=0.2)
@@ -193,6 +198,7 @@ def test_combinations_that_weigh_twice_or_do_nothing_are_refused(loss, message):
         make_objective(AdvantageConfig(estimator="group"), replace(OFF, **loss))
 
 
+@pytest.mark.shows("loss.options")
 @pytest.mark.parametrize(
     ("surrogate", "options"),
     [("ppo_clip", {"ratio_cap": 1.29}), ("m2po", {"budget": 1e-4}), ("mis", {"low": 0.95, "high": 1.05}),
@@ -236,6 +242,7 @@ def test_the_scoring_pass_asks_the_average_for_its_log_probs(checkpoints):
     assert outputs.policy is None  # the objective did not ask for the policy's own
 
 
+@pytest.mark.shows("loss.ewma_decay")
 @pytest.mark.parametrize("decay", [0.5, 0.9])
 def test_after_every_step_the_average_moves_as_far_as_its_decay_lets_it(checkpoints, decay):
     policy, average = load_policy(checkpoints["llama-tied"]), load_policy(checkpoints["llama-tied"])

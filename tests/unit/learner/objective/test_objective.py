@@ -82,6 +82,7 @@ def close(got, expected, atol=1e-6):
 # --- the main paths, by hand ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("loss.surrogate", "loss.cap")
 @pytest.mark.parametrize("cap", [2.0, 1.1])
 def test_truncated_importance_sampling_by_hand(cap):
     rows = batch()
@@ -90,6 +91,7 @@ def test_truncated_importance_sampling_by_hand(cap):
     close(grads, [-r.clamp(max=cap) * a / n for r, a in zip(ratios(rows), leave_one_out(rows), strict=True)])
 
 
+@pytest.mark.shows("loss.allow_uncorrected")
 def test_uncorrected_reinforce_is_the_negative_control_that_ignores_the_ratio():
     rows = batch()
     with pytest.raises(ConfigError, match="allow_uncorrected"):
@@ -101,6 +103,7 @@ def test_uncorrected_reinforce_is_the_negative_control_that_ignores_the_ratio():
     close(grads, [torch.full_like(g, -a / n) for g, a in zip(grads, leave_one_out(rows), strict=True)])
 
 
+@pytest.mark.shows("loss.clip_low", "loss.clip_high")
 def test_ppo_clip_has_no_gradient_outside_the_clip_on_the_harmful_side():
     rows = batch()
     loss = LossConfig(surrogate="ppo_clip", veto_low=None, veto_high=None, dual_clip=None, clip_low=0.1, clip_high=0.2)
@@ -112,6 +115,7 @@ def test_ppo_clip_has_no_gradient_outside_the_clip_on_the_harmful_side():
         torch.testing.assert_close(grad, torch.where(free, -ratio * advantage / n, 0.0), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.shows("advantage.lam", "advantage.rho_bar", "advantage.c_bar")
 @pytest.mark.parametrize(("lam", "rho_bar", "c_bar"), [(1.0, 1.0, 1.0), (0.9, 1.3, 1.1)])
 def test_critic_free_vtrace_gives_each_token_the_truncated_product_of_the_ratios_after_it(lam, rho_bar, c_bar):
     rows = batch()
@@ -126,6 +130,7 @@ def test_critic_free_vtrace_gives_each_token_the_truncated_product_of_the_ratios
     assert 0 < stats["trace/fraction"] < 1
 
 
+@pytest.mark.shows("advantage.baseline")
 def test_dr_grpo_is_mean_baseline_no_scale_and_a_constant_normalizer():
     rows = batch()
     advantage = AdvantageConfig(estimator="group", baseline="group_mean", scale="none")
@@ -160,6 +165,7 @@ def paid_in_two_turns(rows):
     return paid
 
 
+@pytest.mark.shows("advantage.estimator")
 @pytest.mark.parametrize("case", ["one reward", "turn rewards", "centered"])
 def test_reinforce_plus_plus_whitens_returns_to_go_over_the_tokens_of_the_batch(case):
     rows = batch() if case != "turn rewards" else paid_in_two_turns(batch(with_gap=False))
@@ -178,6 +184,7 @@ def test_reinforce_plus_plus_whitens_returns_to_go_over_the_tokens_of_the_batch(
 # --- settings ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("advantage.scale")
 @pytest.mark.parametrize("scale", ["std", "batch_std"])
 def test_a_scale_divides_the_advantages(scale):
     rows = batch()
@@ -191,6 +198,7 @@ def test_a_scale_divides_the_advantages(scale):
         torch.testing.assert_close(scaled[i] * divisor, plain[i], atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.shows("loss.avg_level")
 @pytest.mark.parametrize("level", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "prompt-mean"])
 def test_the_averaging_level_decides_what_a_token_weighs(level):
     rows = batch()
@@ -206,6 +214,7 @@ def test_the_averaging_level_decides_what_a_token_weighs(level):
         torch.testing.assert_close(grad, reference * num_tokens(rows) * weight, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.shows("loss.veto_low", "loss.veto_high")
 def test_the_veto_removes_whole_trajectories_and_leaves_the_denominator():
     rows = batch()
     _, plain, _, _ = run(rows)
@@ -237,6 +246,7 @@ def test_ratios_at_lag_zero_can_be_exactly_one_and_the_mismatch_is_still_measure
     assert not num_fresh or stats["drift/mismatch"] > 0.01
 
 
+@pytest.mark.shows("loss.behavior_penalty")
 def test_the_behavior_penalty_adds_the_squared_log_ratio():
     rows = batch()
     base, plain, _, _ = run(rows)
@@ -248,6 +258,7 @@ def test_the_behavior_penalty_adds_the_squared_log_ratio():
     close([g - p for g, p in zip(grads, plain, strict=True)], [0.02 * e / n for e in log_ratios])
 
 
+@pytest.mark.shows("loss.entropy_coef")
 def test_the_entropy_bonus_rewards_every_token_alike():
     rows = batch()
     _, plain, none, _ = run(rows)

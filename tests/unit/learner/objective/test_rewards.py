@@ -43,6 +43,7 @@ def test_nothing_set_changes_nothing():
     assert rewards(rows) == [row.reward for row in rows]
 
 
+@pytest.mark.shows("overlong.cache_ratio", "overlong.scale")
 def test_the_overlong_penalty_grows_over_the_last_tokens_that_are_allowed():
     rows = batch(3, 4)
     for cache, scale in ((3, 1.0), (3, 0.5), (6, 1.0)):
@@ -51,6 +52,7 @@ def test_the_overlong_penalty_grows_over_the_last_tokens_that_are_allowed():
         assert got == pytest.approx([r.reward + scale * p for r, p in zip(rows, price, strict=True)], abs=1e-6)
 
 
+@pytest.mark.shows("objectives.combine", "objectives.components")
 def test_a_weighted_sum_replaces_the_reward_and_negative_weights_punish():
     rows = two_scores()
     got = rewards(rows, ObjectivesConfig(combine="weighted_sum", components={"quality": 1.0, "length": -0.5}))
@@ -58,6 +60,7 @@ def test_a_weighted_sum_replaces_the_reward_and_negative_weights_punish():
     assert got == pytest.approx([r.scores["quality"] - 0.5 * r.scores["length"] for r in rows])
 
 
+@pytest.mark.shows("objectives.ideal")
 def test_tchebycheff_aims_at_the_given_point_or_the_best_so_far():
     rows = two_scores()
     settings = ObjectivesConfig(combine="tchebycheff", components={"quality": 1.0, "length": 2.0})
@@ -83,6 +86,7 @@ def test_the_best_so_far_is_remembered_between_batches_and_restarts():
     assert min(row.reward for row in shaped) <= -8.0
 
 
+@pytest.mark.shows("objectives.bonus")
 def test_pareto_takes_a_little_from_answers_that_are_dominated_in_their_group():
     rows = two_scores()
     weights = {"quality": 1.0, "length": 1.0}
@@ -94,6 +98,7 @@ def test_pareto_takes_a_little_from_answers_that_are_dominated_in_their_group():
     assert counts.any()
 
 
+@pytest.mark.shows("objectives.reference_point")
 def test_hypervolume_gives_a_little_to_answers_that_cover_what_others_do_not():
     rows = two_scores()
     weights, reference = {"quality": 1.0, "length": 1.0}, {"quality": -0.1, "length": -0.1}
@@ -147,6 +152,7 @@ def losses(rows, **options):
     return micro.padded(leaf.grad), one.finish().flush(0)
 
 
+@pytest.mark.shows("filter.truncated")
 def test_truncated_trajectories_can_leave_the_loss_and_stay_in_the_baseline():
     rows = [replace(row, truncated=i % 4 == 0) for i, row in enumerate(batch(3, 4))]
     plain, _ = losses(rows)
@@ -190,6 +196,7 @@ def test_only_evaluations_that_no_other_beats_stay_in_the_archive(tmp_path):
     assert archive(tmp_path).members == made.members  # a resumed run goes on from the file
 
 
+@pytest.mark.shows("objectives.archive_size")
 def test_a_full_archive_drops_where_the_front_is_crowded(tmp_path):
     made = archive(tmp_path, size=3)
     for version, quality in enumerate([0.1, 0.5, 0.52, 0.9]):

@@ -14,7 +14,8 @@ from learner.objective.shadow import Shadow
 from learner.objective.statistics import StepStatistics
 from learner.objective.token_batch import PassOutputs
 from learner.setup.shadows import make_shadows
-from streamrl.config.load import algorithm_preset, group_files
+from streamrl.config.composition import group_files
+from streamrl.config.load import algorithm_preset
 from streamrl.config.schema import AdvantageConfig, ConstraintConfig, KlConfig, LossConfig
 from streamrl.errors import ConfigError
 from tests.kit.learning import OneBatch, batch, plan_of

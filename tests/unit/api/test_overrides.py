@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streamrl.api.words import words_of
+from streamrl.api.overrides import words_of
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
 

@@ -7,17 +7,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
-from streamrl.config.aliases import HYDRA_SWEEPS
-from streamrl.config.load import CONFIGS, check_overrides, hydra_overrides, plain_message, settings
+from streamrl.config.catalog import kinds
+from streamrl.config.composition import directories_of, is_file, loader_of
+from streamrl.config.overrides import check_names, quoted
 from streamrl.errors import ConfigError
-
-OWN_SAMPLERS = {"optuna": "tpe", "basic": "grid"}
 
 
 @dataclass(frozen=True)
@@ -71,33 +68,25 @@ def parse_sweep(words: Sequence[str]) -> SweepWords:
 
     Raises ConfigError: a word that names no setting or is not in hydra's grammar.
     """
-    words = [_own_word(word) for word in words]
-    check_overrides(words)
-    GlobalHydra.instance().clear()
+    check_names(words)
     fixed: list[str] = []
     axes: dict[str, Axis] = {}
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())  # lists the files of glob
-        for word, plain in zip(words, hydra_overrides(words), strict=True):
-            try:
-                [override] = parser.parse_overrides([plain])
-                if override.is_sweep_override():
-                    axes[override.get_key_element().lstrip("+")] = _axis(override)
-                    continue
-            except HydraException as error:
-                raise ConfigError(
-                    f"`{word}` cannot be read, quote it and see docs/search.md: {plain_message(error)}"
-                ) from error
+    parser = OverridesParser.create(config_loader=loader_of(directories_of(words)))  # lists the files of glob
+    for word in words:
+        if is_file(word):
             fixed.append(word)
+            continue
+        try:
+            [override] = parser.parse_overrides([quoted(word)])
+            if override.is_sweep_override():
+                axes[override.get_key_element().lstrip("+")] = _axis(override)
+                continue
+        except HydraException as error:
+            raise ConfigError(
+                f"`{word}` cannot be read, quote it and see docs/search.md: {str(error).partition(chr(10))[0]}"
+            ) from error
+        fixed.append(word)
     return SweepWords(tuple(fixed), axes)
-
-
-def _own_word(word: str) -> str:
-    """A word of hydra's sweepers and launchers under the name that it has here."""
-    key, _, value = word.partition("=")
-    if key not in HYDRA_SWEEPS:
-        return word
-    return f"{HYDRA_SWEEPS[key]}={OWN_SAMPLERS.get(value, value) if key == 'hydra/sweeper' else value}"
 
 
 def _axis(override: Override) -> Axis:
@@ -107,7 +96,7 @@ def _axis(override: Override) -> Axis:
         if not low < high or (log and low <= 0):
             above = " above 0" if log else ""
             raise HydraException(f"an interval goes from its smaller end{above} to its larger one, not {low} to {high}")
-        if _is_int(override.get_key_element().lstrip("+")):  # hydra takes 1 for 1.0 here
+        if kinds().get(override.get_key_element().lstrip("+"), "").startswith("int"):  # hydra takes 1 for 1.0 here
             low, high = math.ceil(low), math.floor(high)
         return Axis((), low, high, None, log)
     values = tuple(override.sweep_string_iterator())
@@ -115,7 +104,3 @@ def _axis(override: Override) -> Axis:
         numbers = [type(sweep.start)(value) for value in values]
         return Axis(values, min(numbers), max(numbers), abs(sweep.step), "log" in sweep.tags)
     return Axis(values)
-
-
-def _is_int(setting: str) -> bool:
-    return any(name == setting and kind.partition("|")[0] == "int" for name, kind, _, _ in settings())

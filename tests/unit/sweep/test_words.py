@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from streamrl.config.hydra_words import own_words
 from streamrl.config.load import load_config
-from streamrl.config.sweep_words import Axis, parse_sweep
 from streamrl.errors import ConfigError
+from streamrl.sweep.words import Axis, parse_sweep
 
 QUICK = "experiment=quickstart"
 
@@ -58,10 +59,10 @@ def test_a_comma_inside_of_a_value_is_no_sweep(word):
 
 
 def test_names_of_hydras_sweeper_and_launcher_are_understood():
-    words = parse_sweep([
+    words = parse_sweep(own_words([
         QUICK, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=7", "hydra.sweeper.direction=minimize",
         "hydra.launcher.n_jobs=3", "hydra.sweep.dir=there",
-    ])
+    ]))
 
     sweep = load_config(words.fixed).sweep
     assert (sweep.sampler, sweep.num_trials, sweep.direction.name, sweep.num_parallel, sweep.dir) == (

@@ -8,8 +8,8 @@ from enum import Enum
 from os import PathLike, fspath
 from typing import Any
 
-from streamrl.config.load import GROUPS, nearest_setting, open_mappings, setting_names
-from streamrl.config.settings_file import literal
+from streamrl.config.catalog import is_setting, nearest_setting
+from streamrl.config.overrides import GROUPS, literal
 from streamrl.errors import ConfigError
 
 KEY = re.compile(r"[A-Za-z_][\w-]*")
@@ -20,10 +20,10 @@ def words_of(settings: Mapping[str, Any]) -> list[str]:
 
     Raises ConfigError: a key that is no setting, with the nearest one, or a value that no setting can have.
     """
-    known, words = {*setting_names(), *GROUPS}, []
+    words = []
     for given, value in settings.items():
         key = given.replace("__", ".")
-        if key not in known and not key.startswith(open_mappings()):
+        if key not in GROUPS and not is_setting(key):
             hint = nearest_setting(key)
             meant = re.search(r"did you mean `([\w.]+)`", hint)
             hint = f"did you mean {meant[1].replace('.', '__')}=...?" if meant else hint
