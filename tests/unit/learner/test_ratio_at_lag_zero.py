@@ -49,7 +49,6 @@ def test_the_ratio_at_lag_0_is_1(tmp_path, make, name, value):
     "rollout.train.sampling.max_kept", "rollout.train.sampling.top_p", "rollout.train.sampling.top_k",
     "rollout.train.sampling.min_p",
 )
-@pytest.mark.shows("rollout.train.sampling.max_kept")
 def test_a_set_has_a_bound_wherever_ids_are_cut_off():
     def leased(*words: str) -> tuple[float, int, float]:
         config = load_config(["experiment=quickstart", *(f"rollout.train.sampling.{word}" for word in words)])
