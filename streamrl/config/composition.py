@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
@@ -81,6 +81,22 @@ def group_files(group: str, directories: tuple[str, ...] = ()) -> list[str]:
     return loader_of(directories).get_group_options(group)
 
 
+def check_choice(group: str, chosen: Any, directories: tuple[str, ...]) -> None:
+    """Raise ConfigError for a file that is not in its group: ../../name would be read from anywhere."""
+    names = group_files(group, directories)
+    for name in chosen if isinstance(chosen, list) else [chosen]:
+        if str(name) not in names:
+            refuse_choice(group, str(name), names)
+
+
+def refuse_choice(group: str, name: str, names: Sequence[str]) -> NoReturn:
+    """A file that its group does not have."""
+    raise ConfigError(
+        f"{group}={name} is unknown.{did_you_mean(name, names)} There are {', '.join(sorted(names))}; a settings file "
+        "of your own goes without a key: streamrl launch my.yaml."
+    )
+
+
 def group_values(group: str, name: str, directories: tuple[str, ...] = ()) -> dict[str, Any]:
     """The values in a file of a config group."""
     found = loader_of(directories).repository.load_config(f"{group}/{name}")
@@ -133,11 +149,7 @@ def _composed(choices: tuple[str, ...], directories: tuple[str, ...], own: str |
         found = loader_of(directories).load_configuration(primary, [*choices, "hydra.job.name=streamrl"], RunMode.RUN)
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        names = sorted(error.options or ())
-        raise ConfigError(
-            f"{group}={name} is unknown.{did_you_mean(name, names)} There are {', '.join(names)}; a settings file of "
-            "your own goes without a key: streamrl launch my.yaml."
-        ) from error
+        refuse_choice(group, name, error.options or ())
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(in_one_line(error).replace(OWN_PRIMARY, "the settings file")) from error
     asked = {word.partition("=")[0].lstrip("+~") for word in choices}

@@ -24,7 +24,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from streamrl.config.aliases import nearest
 from streamrl.config.catalog import is_setting, kinds, nearest_setting, open_mappings, setting_names, texts
-from streamrl.config.composition import SEARCH_PATH, directories_of, group_files, hydra_words_in, is_choice, is_file
+from streamrl.config.composition import (
+    SEARCH_PATH,
+    check_choice,
+    directories_of,
+    group_files,
+    hydra_words_in,
+    is_choice,
+    is_file,
+)
 from streamrl.config.hydra_words import own_words
 from streamrl.config.hydra_words import refuse as refuse_hydra
 from streamrl.errors import ConfigError
@@ -80,7 +88,9 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
                 f"{key}={text} names several values. One run for each: streamrl launch -m {key}={text} ...; write a "
                 f"list as {key}=[{text}], a text with a comma as '{key}=\"{text}\"'."
             )
-        if not is_choice(word, directories):
+        if is_choice(word, directories):
+            check_choice(key.partition("@")[0], override.value(), directories)
+        else:
             found.append((key, override.value()))
     return found
 

@@ -190,7 +190,7 @@ def test_the_composed_settings_start_the_same_run_as_a_file(typed, tmp_path):
     ("-cd conf size=large", "To append to your default list use +size=large"),
     ("conf/setup.yaml conf/swept.yaml", "both have a defaults list"),
     ("staleness.eta=0,1", "streamrl launch -m staleness.eta=0,1"), ("+foo=1", "Unknown key `foo`"),
-    ("experiment=null", "must be a string or a list"),
+    ("experiment=null", "experiment=None is unknown"),
     ("~trainer.num_steps", "removes nothing"), ("hydra.sweep.dir=x", "use it with streamrl launch -m"),
     ("hydra.verbose=true", "take STREAMRL_LOG"), ("hydra/job_logging=none", "take STREAMRL_LOG"),
     ("hydra.output_subdir=null", "take run.dir"), ("hydra.job.chdir=true", "take run.dir"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -13,8 +14,9 @@ import yaml
 
 import streamrl
 from streamrl.config.catalog import settings
+from streamrl.config.composition import CONFIGS
 from streamrl.config.load import load_config, load_run_config, run_settings, to_plain, to_yaml
-from streamrl.config.overrides import literal
+from streamrl.config.overrides import check_words, literal
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, ControlError
 from streamrl.named_code import ALWAYS, DATA_ONLY, OPTIONS, is_name, is_own, named_code, sign
@@ -107,6 +109,24 @@ def test_a_directory_that_is_no_text_is_refused(run_dir):
     (run_dir / "config.yaml").write_text("run: {dir: [1]}")
     with pytest.raises(ConfigError, match=r"run\.dir"):
         load_run_config(run_dir)
+
+
+@pytest.mark.parametrize("word", [
+    "experiment={}", "algorithm='{}'", "+experiment@_global_={}", "algorithm=[grpo,{}]",
+])
+def test_no_run_chooses_a_file_outside_of_its_group(word, run_dir):
+    (run_dir / "evil.yaml").write_text("# @package _global_\nenv: {path: evil.py}\n")
+    outside = word.format(os.path.relpath(run_dir / "evil", CONFIGS / "experiment"))
+
+    with pytest.raises(ConfigError, match=r"evil is unknown\. There are"):
+        load_config([*check_words([outside], [], "the run"), "policy.tiny.enabled=true"])
+
+
+def test_no_file_of_a_run_does_either(run_dir):
+    (run_dir / "evil.yaml").write_text("# @package _global_\nenv: {path: evil.py}\n")
+    (run_dir / "config.yaml").write_text(f"experiment: {os.path.relpath(run_dir / 'evil', CONFIGS / 'experiment')}\n")
+    with pytest.raises(ConfigError, match=r"evil is unknown\. There are"):
+        load_run_config(run_dir, ["policy.tiny.enabled=true"])
 
 
 @pytest.mark.parametrize("text", ["hydra: {searchpath: ['pkg://evil']}", "hydra: {run: {dir: x}}"])
