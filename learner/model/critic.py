@@ -362,12 +362,29 @@ def build_critic(
             max_tokens=max_tokens,
         )
         head = module.head
+    _freeze(module, config)
     return Critic(
         module, head.outer, make_optimizer(module, config.optimizer, setting="critic.optimizer"),
         make_schedule(config.optimizer, config.scheduler, num_steps=num_steps, setting="critic.scheduler"),
         ranks=ranks, reads_policy=config.kind is CriticKind.head, of_actions=of_actions, clip=config.clip,
         num_steps=config.num_steps, max_grad_norm=config.optimizer.max_grad_norm, moments=moments,
     )
+
+
+def _freeze(module: nn.Module, config: CriticConfig) -> None:
+    """Leave the parameters that critic.frozen names out of training. Raises ConfigError: a name of none, or of all."""
+    if config.frozen and config.kind is CriticKind.head:
+        raise ConfigError(f"critic.frozen={config.frozen} is for critic.kind=model: set that too, or freeze none")
+    names = [name for name, _ in module.named_parameters()]
+    for part in config.frozen:
+        if not any(part in name for name in names):
+            known = sorted({piece for name in names for piece in name.split(".")[:-1] if not piece.isdigit()})
+            raise ConfigError(f"critic.frozen: no parameter is called {part!r}; the critic has {', '.join(known)}.")
+    for name, parameter in module.named_parameters():
+        if any(part in name for part in config.frozen):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigError(f"critic.frozen={config.frozen} leaves nothing to train: name fewer parts.")
 
 
 def _critic_model(

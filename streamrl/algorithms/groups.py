@@ -20,7 +20,7 @@ from streamrl.algorithms.types import Moments
 
 __all__ = [
     "gdpo_advantages", "group_advantages", "group_mean", "grpo_advantages", "leave_one_out", "opob",
-    "reinforce_pp_advantages", "score_square_norms",
+    "optimal_advantages", "reinforce_pp_advantages", "score_square_norms",
 ]
 
 
@@ -206,6 +206,28 @@ def group_advantages(
     elif scale == "batch_std" and centered.numel():
         centered = centered / (_centered_in(centered, _grouping(torch.zeros_like(centered)))[1] + eps)
     return centered.to(float_dtype(scores))
+
+
+@torch.no_grad()
+def optimal_advantages(
+    scores: Tensor, group_ids: Tensor, pool_ids: Tensor | None = None, *, beta: float = 1.0
+) -> Tensor:
+    """`R - V`, `V = beta log mean exp(R / beta)` over the group, or the pool of a group of one; [B].
+
+    V estimates the optimal value under a KL penalty of strength beta to the policy that sampled the group: its best
+    score as beta goes to 0, its mean as beta grows. Source: OAPL, arXiv:2602.19362.
+    """
+    require(beta > 0.0, f"beta={beta} must be positive")
+    check_alike(scores=scores, group_ids=group_ids)
+    wide, groups = scores.double(), _grouping(group_ids)
+    pools = _grouping(torch.zeros_like(group_ids) if pool_ids is None else pool_ids)
+    own, pool = (_below_optimal(wide, among, beta) for among in (groups, pools))
+    return torch.where(groups.count == 1, pool, own).to(float_dtype(scores))
+
+
+def _below_optimal(scores: Tensor, groups: _Grouping, beta: float) -> Tensor:
+    below_best = scores + groups.minimum(-scores)
+    return below_best - beta * (groups.sum((below_best / beta).exp()) / groups.count).log()
 
 
 def _baseline(scores: Tensor, group_ids: Tensor, pool_ids: Tensor | None, name: str) -> Tensor:

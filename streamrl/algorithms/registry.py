@@ -27,7 +27,7 @@ from torch import Tensor
 from streamrl.algorithms import surrogates
 from streamrl.algorithms.checks import require
 from streamrl.algorithms.corrections import CORRECTION_PRESETS
-from streamrl.algorithms.groups import group_advantages, reinforce_pp_advantages
+from streamrl.algorithms.groups import group_advantages, optimal_advantages, reinforce_pp_advantages
 from streamrl.algorithms.returns import (
     clipped_is,
     gae,
@@ -227,6 +227,7 @@ class Estimator(Entry):
 
 ESTIMATOR_ENTRIES: Mapping[str, Estimator] = MappingProxyType({
     "group": Estimator(group_advantages, fixed=("eps",)),
+    "optimal": Estimator(optimal_advantages),
     "reinforce_pp": Estimator(reinforce_pp_advantages, whitens=True),
     "vtrace": Estimator(vtrace),
     "vtrace_segments": Estimator(vtrace_segments),
@@ -254,6 +255,8 @@ SURROGATE_ENTRIES: Mapping[str, Surrogate] = MappingProxyType({
     # The mean ratio of a trajectory stays within about 0.001 of 1: a clip as wide as PPO's would never act.
     "gspo": Surrogate(surrogates.gspo, whole_row=True, max_clip=0.1),
     "gmpo": Surrogate(surrogates.gmpo, whole_row=True),
+    "oapl": Surrogate(surrogates.oapl, whole_row=True),
+    "flash_reinforce": Surrogate(surrogates.flash_reinforce, whole_row=True),
     "topr": Surrogate(surrogates.topr),
     "sapo": Surrogate(surrogates.sapo),
     "vespo": Surrogate(surrogates.vespo),

@@ -28,6 +28,7 @@ from streamrl.algorithms.checks import (
     only,
     read,
     require,
+    row_counts,
 )
 from streamrl.algorithms.tokens import last_action, next_action, off_policy_inputs, recursion_inputs, suffix_scan
 from streamrl.algorithms.types import Returns, SegmentReturns
@@ -41,19 +42,36 @@ __all__ = [
 @torch.no_grad()
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, bootstrap_values: Tensor, gamma: float | Tensor = 1.0,
-    lam: float = 1.0,
+    lam: float = 1.0, target_lam: float | None = None, length_alpha: float | None = None,
 ) -> Returns:
     """Generalized advantage estimation: `delta_t = r_t + gamma_t V_{t+1} - V_t`, `A_t = delta_t + gamma_t lam A_{t+1}`.
 
-    Targets are `A_t + V_t` with the raw A; whitening is a separate call. `gamma` is a float or [B, T].
+    Targets are `A_t + V_t` with the raw A; whitening is a separate call. `gamma` is a float or [B, T]. The next token
+    is the next action: text that the model did not write is skipped.
+
+    Args:
+        target_lam: the lambda of the targets, where it is another one; 1 fits the critic to returns.
+        length_alpha: in the place of lam, `1 - 1 / (length_alpha n)` for a row of n actions, at least 0: the longer the
+            answer, the further back credit goes (VAPO, arXiv:2504.05118).
     Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16.
     """
-    require(0.0 <= lam <= 1.0, f"lam={lam} must lie in [0, 1]")
+    for name, value in (("lam", lam), ("target_lam", target_lam)):
+        require(value is None or 0.0 <= value <= 1.0, f"{name}={value} must lie in [0, 1]")
+    require(
+        length_alpha is None or (length_alpha > 0.0 and lam == 1.0),
+        f"length_alpha={length_alpha} must be positive, and lam={lam} left at 1",
+    )
     (rewards, values), last, gammas = recursion_inputs(mask, bootstrap_values, gamma, rewards=rewards, values=values)
     deltas = only(mask, rewards + gammas * next_action(values, mask, last) - values)
-    decays = torch.where(mask, lam * gammas, torch.ones_like(gammas))
-    advantages = only(mask, suffix_scan(deltas, decays, torch.zeros_like(last)))
-    return Returns(advantages=advantages, targets=only(mask, advantages + values))
+
+    def summed(lams: float | Tensor) -> Tensor:
+        decays = torch.where(mask, lams * gammas, torch.ones_like(gammas))
+        return only(mask, suffix_scan(deltas, decays, torch.zeros_like(last)))
+
+    by_length = None if length_alpha is None else 1.0 - 1.0 / (length_alpha * row_counts(mask, gammas.dtype))
+    advantages = summed(lam if by_length is None else by_length.clamp(min=0.0)[:, None])
+    of_targets = advantages if target_lam is None else summed(target_lam)
+    return Returns(advantages=advantages, targets=only(mask, of_targets + values))
 
 
 @torch.no_grad()

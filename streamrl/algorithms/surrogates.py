@@ -18,8 +18,9 @@ from streamrl.algorithms.staleness import clip_from_budget
 from streamrl.algorithms.types import ClipBounds, TokenLoss
 
 __all__ = [
-    "aipo", "behavior_penalty", "cispo", "decoupled_ppo", "dppo_kl", "dppo_tv", "gmpo", "gspo", "loglinear_proximal",
-    "m2po", "minpro", "mis", "ppo_clip", "reinforce", "sapo", "seq_tis", "tis", "topr", "vespo",
+    "aipo", "behavior_penalty", "cispo", "decoupled_ppo", "dppo_kl", "dppo_tv", "flash_reinforce", "gmpo", "gspo",
+    "loglinear_proximal", "m2po", "minpro", "mis", "oapl", "ppo_clip", "reinforce", "sapo", "seq_tis", "tis", "topr",
+    "vespo",
 ]
 
 
@@ -160,6 +161,22 @@ def behavior_penalty(behavior_logprobs: Tensor, policy_logprobs: Tensor, mask: T
     require(tau >= 0.0, f"tau={tau} must not be negative")
     behavior, policy = read(mask, behavior_logprobs=behavior_logprobs.detach(), policy_logprobs=policy_logprobs)
     return tau * clamped_difference(behavior, policy).square()
+
+
+def oapl(
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, beta: float = 1.0
+) -> TokenLoss:
+    """`(beta S - A)^2`: a regression of the trajectory's log-ratio S, which is A / beta at the optimum.
+
+    No importance ratio appears, so nothing is clipped and no age of the data makes the gradient explode. Every token
+    carries the value of its row. Aggregate with seq-mean-token-mean, and take the estimator `optimal`.
+    Source: OAPL, arXiv:2602.19362; its values for beta were not verified.
+    """
+    require(beta > 0.0, f"beta={beta} must be positive")
+    log_ratios, _, advantages = _read(behavior_logprobs, policy_logprobs, advantages, mask)
+    target = advantages.sum(1) / row_counts(mask, advantages.dtype)
+    row = (beta * log_ratios.sum(1) - target).square()[:, None].expand(log_ratios.shape)
+    return TokenLoss(losses=only(mask, row), clipped=torch.zeros_like(mask))
 
 
 def _check_clip(eps_low: float, eps_high: float, dual_clip: float | None, ratio_cap: float | None) -> None:
@@ -316,6 +333,23 @@ def vespo(
     return _weighted_loss(torch.where(advantages < 0, negative, positive).exp(), policy, advantages, mask)
 
 
+def flash_reinforce(
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, delta: float = 3e-3
+) -> TokenLoss:
+    """`-sg(u) A log pi`, uncapped, of the trajectories that the policy has not left; `clipped` marks all other rows.
+
+    A row is dropped if the mean over its tokens of the binary KL from mu to pi exceeds `delta`: 0.003 and 0.005 are
+    published values. Aggregate with seq-mean-token-mean: dropped rows still count in the mean.
+    Source: FlashREINFORCE, as its public reference implementation has it.
+    """
+    require(delta >= 0.0, f"delta={delta} must not be negative")
+    behavior, policy, advantages = _detached_behavior(behavior_logprobs, policy_logprobs, advantages, mask)
+    log_ratios, distance = _binary_kl(behavior, policy)
+    mean = only(mask, distance).sum(1) / row_counts(mask, distance.dtype)
+    kept = (mean <= delta)[:, None].expand(mask.shape)
+    return _weighted_loss(only(kept, log_ratios.exp()), policy, advantages, mask, ~kept)
+
+
 def dppo_tv(
     behavior_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, bound_low: float = 0.2,
     bound_high: float = 0.2, cap: float | None = 20.0,
@@ -325,7 +359,7 @@ def dppo_tv(
     Dropped if A > 0 and `pi - mu > bound_high`, or A < 0 and `mu - pi > bound_low`: a difference of probabilities, not
     of ratios, so rare tokens are not over-clipped. `cap=None` leaves the ratio uncapped. arXiv:2602.04879.
     """
-    behavior, policy, advantages = _dppo_inputs(behavior_logprobs, policy_logprobs, advantages, mask)
+    behavior, policy, advantages = _detached_behavior(behavior_logprobs, policy_logprobs, advantages, mask)
     gap = policy.detach().exp() - behavior.exp()
     return _dppo(behavior, policy, advantages, mask, gap > bound_high, -gap > bound_low, bound_low, bound_high, cap)
 
@@ -338,19 +372,24 @@ def dppo_kl(
 
     The bounds have no default because no published value was verified. arXiv:2602.04879.
     """
-    behavior, policy, advantages = _dppo_inputs(behavior_logprobs, policy_logprobs, advantages, mask)
-    with torch.no_grad():
-        log_ratios = clamped_difference(behavior, policy)
-        tiny = torch.finfo(log_ratios.dtype).eps
-        # 1 - p as -expm1(log p) keeps its digits for p near 1, where most tokens are.
-        rest_mu, rest_pi = -torch.expm1(behavior), (-torch.expm1(policy)).clamp(min=tiny)
-        distance = -behavior.exp() * log_ratios + torch.xlogy(rest_mu, rest_mu) - torch.xlogy(rest_mu, rest_pi)
-        far_up = (log_ratios > 0) & (distance > bound_high)
-        far_down = (log_ratios < 0) & (distance > bound_low)
+    behavior, policy, advantages = _detached_behavior(behavior_logprobs, policy_logprobs, advantages, mask)
+    log_ratios, distance = _binary_kl(behavior, policy)
+    far_up = (log_ratios > 0) & (distance > bound_high)
+    far_down = (log_ratios < 0) & (distance > bound_low)
     return _dppo(behavior, policy, advantages, mask, far_up, far_down, bound_low, bound_high, cap)
 
 
-def _dppo_inputs(
+@torch.no_grad()
+def _binary_kl(behavior: Tensor, policy: Tensor) -> tuple[Tensor, Tensor]:
+    """Clamped log-ratio, and the KL from mu to pi of the event that this token is taken; [B, T], detached."""
+    log_ratios = clamped_difference(behavior, policy)
+    tiny = torch.finfo(log_ratios.dtype).eps
+    # 1 - p as -expm1(log p) keeps its digits for p near 1, where most tokens are.
+    rest_mu, rest_pi = -torch.expm1(behavior), (-torch.expm1(policy)).clamp(min=tiny)
+    return log_ratios, -behavior.exp() * log_ratios + torch.xlogy(rest_mu, rest_mu) - torch.xlogy(rest_mu, rest_pi)
+
+
+def _detached_behavior(
     behavior_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> list[Tensor]:
     return read(

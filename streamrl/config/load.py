@@ -42,9 +42,9 @@ TRUTH = {**dict.fromkeys(("true", "on", "yes", "y"), True), **dict.fromkeys(("fa
 OWNED: Sequence[tuple[str, str | None, Sequence[str]]] = (
     ("kl.mode", "off", ("kl.coef", "kl.controller", "kl.options", "kl.allow_biased")),
     ("loss.surrogate", None, ("loss.options", "loss.cap")), ("loss.opsm_delta", "null", ("loss.opsm_when",)),
-    ("advantage.estimator", None, ("advantage.rho_bar_pg",)),
+    ("advantage.estimator", None, ("advantage.rho_bar_pg", "advantage.options")),
     *(("advantage.estimator", name, ("critic", "advantage.lam"))
-      for name in ("group", "reinforce_pp", "vtrace_critic_free")),
+      for name in ("group", "optimal", "reinforce_pp", "vtrace_critic_free")),
     ("entropy.adapt", "none", ("entropy.target", "entropy.step", "entropy.low", "entropy.high")),
     ("distill.teacher", "null", ("distill.coef", "distill.center", "distill.reward_weight")),
 )

@@ -193,6 +193,8 @@ class CriticConfig:
     """Optimizer steps of the critic on each batch, however many the policy takes."""
     num_warmup_steps: int = 0
     """Steps at the start of a run in which only the critic learns; the policy's learning-rate schedule begins after."""
+    frozen: list[str] = field(default_factory=list)
+    """Parameters of a critic.kind=model that stay as they are, by name or part of one, for example [self_attn]."""
     clip: float | None = None
     """Bound on how far a value may move within one update's loss, from the second of its steps on; null is off."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))

@@ -54,6 +54,8 @@ LOSSES: dict[str, Callable[[Rows], Any]] = {
     "topr": lambda r: alg.topr(*_s(r)),
     "sapo": lambda r: alg.sapo(*_s(r)),
     "vespo": lambda r: alg.vespo(*_s(r)),
+    "oapl": lambda r: alg.oapl(*_s(r), beta=0.5),
+    "flash_reinforce": lambda r: alg.flash_reinforce(*_s(r), delta=0.2),
     "m2po": lambda r: alg.m2po(*_s(r)),
     "dppo_tv": lambda r: alg.dppo_tv(*_s(r), bound_low=0.08, bound_high=0.2, cap=1.5),
     "dppo_kl": lambda r: alg.dppo_kl(*_s(r), bound_low=0.02, bound_high=0.1, cap=None),
@@ -102,7 +104,7 @@ DETACHED: dict[str, Callable[[Rows], Any]] = {
     "k3_keep": lambda r: alg.k3_keep(r.log_ratios, r.mask, bound=0.2),
     "veto_keep": lambda r: alg.veto_keep(r.log_ratios, r.mask, low=0.4, high=3.0),
     "veto_keep suffix": lambda r: alg.veto_keep(r.log_ratios, r.mask, low=0.0, high=9.0, kl=0.2, suffix=True),
-    "opsm_keep": lambda r: alg.opsm_keep(r.log_ratios, r.advantages, r.mask, delta=0.05),
+    "opsm_keep": lambda r: alg.opsm_keep(r.log_ratios, r.advantages, r.mask, delta=0.2),
     "normalize_weights": lambda r: alg.normalize_weights(r.weights, r.mask),
     "normalize_weights sequence": lambda r: alg.normalize_weights(r.weights, r.mask, level="sequence"),
     **{

@@ -1,6 +1,7 @@
 """Group advantages and baselines against plain statistics of lists."""
 
 import itertools
+import math
 import statistics
 
 import pytest
@@ -51,13 +52,30 @@ def test_advantages_are_their_formulas(seed):
         assert float(scaled[i]) == pytest.approx((score - mean) / (std + 0.1))
 
 
+@each("seed", SEEDS)
+@pytest.mark.parametrize("beta", [0.05, 1.0, 20.0])
+def test_optimal_advantages_are_below_the_soft_maximum_of_the_group(seed, beta):
+    scores, ids, _ = random_groups(seed)
+
+    result = alg.optimal_advantages(scores, ids, beta=beta)
+
+    for i in range(len(scores)):
+        group = members(scores, ids, i)
+        value = beta * math.log(statistics.fmean(math.exp(score / beta) for score in group))
+        assert float(result[i]) == pytest.approx(float(scores[i]) - value)
+    best = torch.stack([scores[ids == one].max() for one in ids])
+    alone = torch.tensor([int((ids == one).sum()) == 1 for one in ids])
+    sharp = alg.optimal_advantages(scores, ids, beta=1e-6)
+    assert torch.allclose(sharp[~alone], (scores - best)[~alone], atol=1e-4)
+
+
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e8, -7.3])
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 7])
 def test_equal_scores_and_no_scores_give_exactly_zero(size, value):
     scores, ids = torch.full((size,), value, dtype=torch.float64), torch.zeros(size, dtype=torch.int64)
 
     for given in (scores, scores.float()):
-        assert (alg.grpo_advantages(given, ids) == 0).all()
+        assert (alg.grpo_advantages(given, ids) == 0).all() and (alg.optimal_advantages(given, ids) == 0).all()
         for baseline, scale in itertools.product(("group_mean", "leave_one_out"), ("none", "std", "batch_std")):
             assert (alg.group_advantages(given, ids, baseline=baseline, scale=scale) == 0).all()
 

@@ -13,11 +13,11 @@ STALE = {"max_lag": 4}
 def test_the_tables_hold_the_promised_names():
     assert set(alg.ESTIMATORS) >= {
         "group", "reinforce_pp", "vtrace", "vtrace_segments", "vtrace_critic_free", "retrace_v", "retrace_q", "gae",
-        "td_lambda", "n_step", "clipped_is",
+        "td_lambda", "n_step", "clipped_is", "optimal",
     }  # fmt: skip
     assert set(alg.SURROGATES) >= set(
         "reinforce ppo_clip decoupled_ppo tis cispo aipo seq_tis mis gspo gmpo topr sapo vespo m2po dppo_tv dppo_kl "
-        "icepop dis".split()
+        "icepop dis oapl flash_reinforce".split()
     )
     for table in (alg.ESTIMATORS, alg.SURROGATES):
         assert all(callable(function) for function in table.values())

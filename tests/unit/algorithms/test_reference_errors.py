@@ -15,7 +15,7 @@ from .rows import random_rows
 
 D = torch.float64
 ROW = torch.ones(1, 2, dtype=torch.bool)
-VALUED = sorted(set(alg.ESTIMATORS) - {"group", "reinforce_pp", "vtrace_critic_free"})
+VALUED = sorted(name for name, entry in alg.ESTIMATOR_ENTRIES.items() if "values" in entry.inputs or entry.of_actions)
 
 
 def test_e1_e17_the_recorded_log_prob_is_the_only_denominator():
@@ -94,7 +94,7 @@ def test_e22_the_first_turn_learns_from_the_last_reward_across_observations(name
 @each("name", sorted(set(alg.SURROGATES) - {"reinforce"}))
 def test_e23_every_surrogate_with_a_ratio_reads_the_recorded_log_probs(name):
     rows = random_rows(4, drift=0.2)
-    knobs = {"dppo_kl": {"bound_low": 0.05, "bound_high": 0.05}}.get(name, {})
+    knobs = {"dppo_kl": {"bound_low": 0.05, "bound_high": 0.05}, "flash_reinforce": {"delta": 1.0}}.get(name, {})
     between = (rows.proximal,) if name == "decoupled_ppo" else ()
 
     near, far = (

@@ -18,6 +18,11 @@ STATE = alg.KlState(0.2)
 LOGITS, TOKENS = torch.zeros(3, 5, 7), torch.zeros(3, 5, dtype=torch.int64)
 
 
+def of_returns(function, **knobs):
+    """An estimator of rewards and values alone."""
+    return lambda r: function(r.rewards, r.values, r.mask, bootstrap_values=r.bootstrap, **knobs)
+
+
 def on_values(function, **knobs):
     """An estimator of the recorded and the learner's log-probs, rewards and values."""
     return lambda r: function(
@@ -54,9 +59,12 @@ REFUSED = [
     (on_values(alg.retrace_v, lam=-1.0), "lam=-1.0"),
     (on_values(alg.retrace_v, target_rho_bar=-1.0), "target_rho_bar=-1.0"),
     (on_values(alg.clipped_is, eps=-0.1), "eps=-0.1"),
+    (of_returns(alg.gae, target_lam=1.5), "target_lam=1.5"),
+    (of_returns(alg.gae, length_alpha=0.0), "length_alpha=0.0"),
+    (of_returns(alg.gae, length_alpha=0.05, lam=0.9), "length_alpha=0.05 .* lam=0.9"),
     (on_segments(trace="mean"), "trace="),
     (on_segments(gamma=ROWS.gamma), "gamma"),
-    (lambda r: alg.n_step(r.rewards, r.values, r.mask, bootstrap_values=r.bootstrap, n=0), "n=0"),
+    (of_returns(alg.n_step, n=0), "n=0"),
     (lambda r: alg.value_loss(r.values, r.targets, r.mask, clip=0.2), "old_values and clip"),
     (lambda r: alg.dueling_q(r.values, LOGITS, LOGITS[..., 1:], TOKENS), r"\[3, 5, 7\].*\[3, 5, 6\]"),
     (lambda r: alg.grpo_advantages(SCORES, IDS[:-1]), r"group_ids has shape \[13\] but scores has shape \[14\]"),
@@ -64,6 +72,7 @@ REFUSED = [
     (lambda r: alg.opob(SCORES, IDS, SCORES[:-1], SCORES), r"weights has shape \[13\]"),
     (lambda r: alg.gdpo_advantages(SCORES[:, None], IDS, SCORES), r"\[14, 1\].*\[14\]"),
     (lambda r: alg.group_advantages(SCORES, IDS, scale="max"), "scale='max'"),
+    (lambda r: alg.optimal_advantages(SCORES, IDS, beta=0.0), "beta=0.0"),
     (lambda r: alg.group_advantages(SCORES, IDS, baseline="max"), "baseline='max'"),
     # surrogates, corrections and their aggregation
     (surrogate("ppo_clip", eps_low=-0.1), "eps_low=-0.1"),
@@ -77,6 +86,8 @@ REFUSED = [
     (surrogate("topr", cap=-1.0), "cap=-1.0"),
     (surrogate("sapo", tau_pos=0.0), "tau_pos=0.0"),
     (surrogate("vespo", lam_neg=-1.0), "lam_neg=-1.0"),
+    (surrogate("oapl", beta=0.0), "beta=0.0"),
+    (surrogate("flash_reinforce", delta=-1.0), "delta=-1.0"),
     (surrogate("m2po", budget=-1.0), "budget=-1.0"),
     (surrogate("dppo_tv", bound_low=-1.0), "bound_low=-1.0"),
     (surrogate("dppo_tv", cap=0.0), "cap=0.0"),

@@ -124,6 +124,26 @@ def test_gae_and_td_lambda_are_their_sums(lam, seed):
 
 
 @each("seed", SEEDS)
+@pytest.mark.parametrize("alpha", [0.05, 0.5, 2.0])
+def test_gae_may_take_a_lambda_by_length_and_another_one_for_its_targets(alpha, seed):
+    rows = random_rows(seed)
+
+    result = alg.gae(
+        rows.rewards, rows.values, rows.mask, bootstrap_values=rows.bootstrap, gamma=rows.gamma, length_alpha=alpha,
+        target_lam=0.8,
+    )
+
+    def by_length(i, r, v, g):
+        return slow.gae(r, v, float(rows.bootstrap[i]), g, lam=max(0.0, 1 - 1 / (alpha * len(r))))
+
+    agree(result.advantages, slow_rows(rows, by_length, "rewards", "values", "gamma"))
+    def fitted(i, r, v, g):
+        return slow.td_lambda(r, v, float(rows.bootstrap[i]), g, lam=0.8)
+
+    agree(result.targets, slow_rows(rows, fitted, "rewards", "values", "gamma"))
+
+
+@each("seed", SEEDS)
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 9, 40])
 @pytest.mark.parametrize("bootstrap", [True, False])
 def test_n_step_is_its_sum(n, bootstrap, seed):

@@ -122,6 +122,21 @@ def gmpo(log_ratios, credit, logp):
     return [(-a * row, 0.0 if hit else slope, hit) for a, hit in zip(credit, limited, strict=True)]
 
 
+def oapl(log_ratios, credit, logp):
+    gap = 0.5 * sum(log_ratios) - sum(credit) / len(credit)
+    return [(gap**2, 2 * 0.5 * gap * len(credit), False)] * len(credit)  # every token's loss moves with every log-prob
+
+
+def flash_reinforce(log_ratios, credit, logp):
+    distance = 0.0
+    for x, lp in zip(log_ratios, logp, strict=True):
+        pi, mu = math.exp(lp), math.exp(lp - x)
+        distance += mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+    kept = distance / len(logp) <= 0.2
+    weights = [math.exp(x) if kept else 0.0 for x in log_ratios]
+    return [(-w * a * lp, -w * a, not kept) for w, a, lp in zip(weights, credit, logp, strict=True)]
+
+
 TRANSCRIPTIONS = {
     "reinforce plain": weighted(lambda t, log_ratios, a: (1.0, False)),
     "ppo_clip": clip(0.2, 0.2),
@@ -139,6 +154,8 @@ TRANSCRIPTIONS = {
     "gspo": clip(0.2, 0.2, sequence=True),
     "sapo": sapo,
     "gmpo": gmpo,
+    "oapl": oapl,
+    "flash_reinforce": flash_reinforce,
     "dppo_tv": dppo(1.5, total_variation),
     "dppo_kl": dppo(math.inf, binary_kl),
 }

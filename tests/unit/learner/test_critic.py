@@ -207,6 +207,30 @@ def test_each_setting_of_the_critic_moves_its_values(checkpoints):
         assert not torch.allclose(other, plain, rtol=1e-4, atol=1e-7), change
 
 
+@pytest.mark.shows("critic.frozen")
+def test_the_named_parts_of_a_critic_model_stay_as_they_are(checkpoints):
+    scene = Scene(checkpoints["qwen3-tied"], replace(FAST, kind=CriticKind.model, frozen=["self_attn"]))
+    before = {name: tensor.clone() for name, tensor in scene.critic.module.state_dict().items()}
+    for step in range(2):  # the head starts at 0: until it has moved, nothing below it learns
+        scene.look()
+        scene.fit(step)
+
+    after = scene.critic.module.state_dict()
+    frozen = {name for name in before if "self_attn" in name}
+    assert frozen and all(torch.equal(before[name], after[name]) for name in frozen)
+    assert all(not torch.equal(before[name], after[name]) for name in before if "mlp" in name or "head" in name)
+
+
+@pytest.mark.parametrize(("kind", "frozen", "message"), [
+    ("head", ["self_attn"], "is for critic.kind=model"),
+    ("model", ["selfattn"], "no parameter is called 'selfattn'; the critic has .*self_attn"),
+    ("model", ["decoder", "head"], "leaves nothing to train"),
+])
+def test_parts_that_cannot_be_frozen_are_refused(checkpoints, kind, frozen, message):
+    with pytest.raises(ConfigError, match=message):
+        Scene(checkpoints["qwen3-tied"], replace(FAST, kind=CriticKind(kind), frozen=frozen))
+
+
 @pytest.mark.shows(
     "critic.scheduler.name", "critic.scheduler.warmup_ratio", "critic.scheduler.num_warmup_steps",
     "critic.scheduler.decay_ratio", "critic.scheduler.min_lr", "critic.scheduler.options",

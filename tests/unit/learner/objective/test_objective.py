@@ -11,7 +11,7 @@ import torch
 from learner.data.packing import pack
 from learner.objective.objective import Objective
 from learner.objective.token_batch import LagPolicy, PassOutputs
-from streamrl.algorithms import SURROGATES
+from streamrl.algorithms import SURROGATE_ENTRIES, SURROGATES
 from streamrl.config.schema import AdvantageConfig, LossConfig, OpsmWhen
 from streamrl.errors import ConfigError, ContentError
 from tests.kit.learning import OneBatch, batch, plan_of
@@ -338,14 +338,16 @@ def test_members_of_a_group_with_a_wide_spread_of_lags_are_compared_with_their_l
 @pytest.mark.parametrize("surrogate", sorted(SURROGATES))
 def test_on_policy_every_surrogate_has_the_policy_gradient(surrogate):
     rows = batch()
-    level = "seq-mean-token-mean" if surrogate in ("gspo", "gmpo") else "token-mean"
+    level = "seq-mean-token-mean" if SURROGATE_ENTRIES[surrogate].whole_row else "token-mean"
     tight = {"clip_low": 3e-4, "clip_high": 4e-4} if surrogate == "gspo" else {}
     loss = LossConfig(surrogate=surrogate, allow_uncorrected=True, avg_level=level, **tight)
     _, grads, _, _ = run(rows, loss=loss, drift=0.0)
 
     for row, grad, advantage in zip(rows, grads, leave_one_out(rows), strict=True):
         n = len(rows) * row.num_action_tokens if level != "token-mean" else num_tokens(rows)
-        if surrogate in ("gspo", "gmpo"):  # equal after the mean over the trajectory
+        if surrogate == "oapl":  # the slope of (S - A)^2 at S = 0, which no length divides
+            torch.testing.assert_close(grad, torch.full_like(grad, -2 * advantage / len(rows)), atol=2e-5, rtol=1e-4)
+        elif surrogate in ("gspo", "gmpo"):  # equal after the mean over the trajectory
             assert float(grad.sum()) == pytest.approx(-advantage / len(rows), abs=1e-5)
         else:
             torch.testing.assert_close(grad, torch.full_like(grad, -advantage / n), atol=2e-5, rtol=1e-4)
@@ -355,7 +357,7 @@ def test_on_policy_every_surrogate_has_the_policy_gradient(surrogate):
 @pytest.mark.parametrize("estimator", ["group", "vtrace_critic_free", "reinforce_pp"])
 def test_no_split_into_micro_batches_changes_loss_gradient_or_statistics(surrogate, estimator):
     rows = batch(4, 3, seed=2)
-    level = "seq-mean-token-mean" if surrogate in ("gspo", "gmpo") else "prompt-mean"
+    level = "seq-mean-token-mean" if SURROGATE_ENTRIES[surrogate].whole_row else "prompt-mean"
     tight = {"clip_low": 3e-4, "clip_high": 4e-4} if surrogate == "gspo" else {}
     loss = LossConfig(
         surrogate=surrogate, allow_uncorrected=True, avg_level=level, entropy_coef=0.1, behavior_penalty=0.1, **tight
