@@ -91,6 +91,51 @@ def test_truncated_importance_sampling_by_hand(cap):
     close(grads, [-r.clamp(max=cap) * a / n for r, a in zip(ratios(rows), leave_one_out(rows), strict=True)])
 
 
+@pytest.mark.parametrize("max_tokens", [10_000, 24])
+def test_oapl_is_the_mean_square_of_what_the_log_ratio_misses(max_tokens):
+    rows = batch(4, 3, seed=2)
+    advantage = AdvantageConfig(estimator="optimal", options={"beta": 0.5})
+    loss = LossConfig(surrogate="oapl", options={"beta": 0.2}, avg_level="seq-mean-token-mean",
+                      veto_low=None, veto_high=None)
+    policy = [lp.detach().double().requires_grad_() for lp in policy_outputs(rows)[0]]
+    squares = []
+    for row, logprobs in zip(rows, policy, strict=True):
+        group = [math.exp(other.reward / 0.5) for other in rows if other.group_id == row.group_id]
+        target = row.reward - 0.5 * math.log(sum(group) / len(group))
+        squares.append((0.2 * (logprobs - torch.from_numpy(row.logprobs[row.mask]).double()).sum() - target) ** 2)
+    by_hand = torch.stack(squares).mean()
+    by_hand.backward()
+
+    found, grads, _, _ = run(rows, advantage, loss, max_tokens=max_tokens)
+
+    assert found == pytest.approx(float(by_hand.detach()), rel=1e-5)
+    close(grads, [lp.grad for lp in policy])
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 24])
+def test_flash_reinforce_keeps_whole_answers_that_the_policy_has_not_left(max_tokens):
+    rows, kept = batch(12, 1, seed=2), 0
+    loss = LossConfig(surrogate="flash_reinforce", options={"delta": 0.001}, avg_level="seq-mean-token-mean",
+                      veto_low=None, veto_high=None)
+    policy = [lp.detach().double().requires_grad_() for lp in policy_outputs(rows)[0]]
+    total, mean = torch.zeros((), dtype=torch.float64), sum(row.reward for row in rows) / len(rows)
+    for row, logprobs in zip(rows, policy, strict=True):
+        behavior, fixed = torch.from_numpy(row.logprobs[row.mask]).double(), logprobs.detach()
+        mu, pi = behavior.exp(), fixed.exp()
+        distance = mu * (mu / pi).log() + (1 - mu) * ((1 - mu) / (1 - pi)).log()
+        if distance.mean() <= 0.001:
+            kept += 1
+            credit = (row.reward - mean) * len(rows) / (len(rows) - 1)
+            total = total - credit * ((fixed - behavior).exp() * logprobs).mean() / len(rows)
+    total.backward()
+
+    found, grads, _, _ = run(rows, AdvantageConfig(estimator="group", baseline="batch"), loss, max_tokens=max_tokens)
+
+    assert 0 < kept < len(rows)
+    assert found == pytest.approx(float(total.detach()), rel=1e-5)
+    close(grads, [torch.zeros_like(lp) if lp.grad is None else lp.grad for lp in policy])
+
+
 @pytest.mark.shows("loss.allow_uncorrected")
 def test_uncorrected_reinforce_is_the_negative_control_that_ignores_the_ratio():
     rows = batch()
