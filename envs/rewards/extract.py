@@ -34,16 +34,18 @@ def last_boxed(text: str) -> str | None:
     A box in a box belongs to the outer one. Escaped braces are letters: `\boxed{\{1, 2\}}`. `\boxed5` holds 5.
     """
     opened: list[tuple[int, int]] = []  # of each open brace: where its box starts or -1, and where its content does
-    start, end, found = -1, 0, None
+    start, end = -1, 0
+    content: tuple[int, int] | None = None  # cut out at the end: cutting at every box is quadratic in nested ones
     for match in _BRACE.finditer(text):
         if match[1] or match[0] == "{":
             opened.append((match.start() if match[1] else -1, match.end()))
         elif match[0] == "}" and opened:
             box, begin = opened.pop()
             if box >= 0:
-                start, end, found = box, match.end(), text[begin : match.start()].strip()
+                start, end, content = box, match.end(), (begin, match.start())
     if any(box > start for box, _ in opened):
         return None
+    found = None if content is None else text[slice(*content)].strip()
     unbraced = [match[1].strip() for match in _UNBRACED.finditer(text, end)]
     if unbraced or found is None:
         return unbraced[-1] if unbraced else None

@@ -42,7 +42,7 @@ from envs.rewards.registry import repeats_itself
         (r"\boxed{\begin{pmatrix}1\\2\\\end{pmatrix}}", r"\begin{pmatrix}1\\2\\\end{pmatrix}"),
         (r"\fbox{7}", "7"),
         (r"\boxed{" * 200_000, None),  # a degenerate answer must not take seconds
-        (r"\boxed{" * 20_000 + "}" * 20_000, r"\boxed{" * 19_999 + "}" * 19_999),
+        (r"\boxed{" * 200_000 + "}" * 200_000, r"\boxed{" * 199_999 + "}" * 199_999),
         (r"\boxed{}", ""),
         ("42", None),
     ],
