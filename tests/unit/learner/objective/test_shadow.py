@@ -228,7 +228,7 @@ def test_every_preset_is_measured_or_refused_with_its_reason(name):
     try:
         shadows_of([name], in_use())
     except ConfigError as error:
-        assert name in ("impala", "low_bias", "ppo", "retrace", "sao", "vtrace")
+        assert name in ("impala", "low_bias", "ppo", "retrace", "sao", "sao_gae", "vtrace")
         assert f"shadow.algorithms={name}" in str(error)
         return
     assert measured([name], in_use())[f"shadow/{name}/grad_norm"] > 0
