@@ -379,12 +379,12 @@ def _freeze(module: nn.Module, config: CriticConfig) -> None:
     for part in config.frozen:
         if not any(part in name for name in names):
             known = sorted({piece for name in names for piece in name.split(".")[:-1] if not piece.isdigit()})
-            raise ConfigError(f"critic.frozen: no parameter is called {part!r}; the critic has {', '.join(known)}.")
+            raise ConfigError(f"critic.frozen: no parameter is called {part!r}; name one of {', '.join(known)}.")
     for name, parameter in module.named_parameters():
         if any(part in name for part in config.frozen):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ConfigError(f"critic.frozen={config.frozen} leaves nothing to train: name fewer parts.")
+        raise ConfigError(f"critic.frozen={config.frozen} leaves nothing to train: leave something out.")
 
 
 def _critic_model(

@@ -71,7 +71,12 @@ def k3_keep(log_ratios: Tensor, mask: Tensor, *, bound: float = 0.01) -> Tensor:
 
 @torch.no_grad()
 def veto_keep(
-    log_ratios: Tensor, mask: Tensor, *, low: float = 1e-4, high: float = 100.0, kl: float = math.inf,
+    log_ratios: Tensor,
+    mask: Tensor,
+    *,
+    low: float = 1e-4,
+    high: float = 100.0,
+    kl: float = math.inf,
     suffix: bool = False,
 ) -> Tensor:
     """Drop the row if any token ratio is below `low` or above `high`, or its `k3 = rho - 1 - ell` above `kl`; [B, T].
@@ -101,7 +106,11 @@ def opsm_keep(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, delta: fl
 
 @torch.no_grad()
 def normalize_weights(
-    weights: Tensor, mask: Tensor, *, level: str = "token", mean: float | Tensor | None = None
+    weights: Tensor,
+    mask: Tensor,
+    *,
+    level: str = "token",
+    mean: float | Tensor | None = None,
 ) -> Tensor:
     """`weights / mean`, [B, T]: the mean over action tokens ("token") or over rows of each row's mean ("sequence").
 

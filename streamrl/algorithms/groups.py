@@ -55,7 +55,9 @@ def _centered_in(scores: Tensor, groups: _Grouping) -> tuple[Tensor, Tensor]:
 
 
 def center_by_group(
-    scores: Tensor, group_ids: Tensor, pool_ids: Tensor | None = None
+    scores: Tensor,
+    group_ids: Tensor,
+    pool_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`score - mean`, std, and the number of rows they come from; the pool's for groups of one. float64 [B]."""
     check_alike(scores=scores, group_ids=group_ids)
@@ -79,7 +81,11 @@ def group_mean(scores: Tensor, group_ids: Tensor, pool_ids: Tensor | None = None
 
 @torch.no_grad()
 def leave_one_out(
-    scores: Tensor, group_ids: Tensor, pool_ids: Tensor | None = None, *, weights: Tensor | None = None,
+    scores: Tensor,
+    group_ids: Tensor,
+    pool_ids: Tensor | None = None,
+    *,
+    weights: Tensor | None = None,
     min_ess: float = 2.0,
 ) -> Tensor:
     """Mean score of the *other* rows of the group, [B]; of the other rows of its pool for a group of one.
@@ -117,7 +123,12 @@ def _weighted_others(scores: Tensor, weights: Tensor, groups: _Grouping, *, leav
 
 @torch.no_grad()
 def opob(
-    scores: Tensor, group_ids: Tensor, weights: Tensor, square_norms: Tensor, *, leave_one_out: bool = True
+    scores: Tensor,
+    group_ids: Tensor,
+    weights: Tensor,
+    square_norms: Tensor,
+    *,
+    leave_one_out: bool = True,
 ) -> Tensor:
     """Off-policy optimal baseline `sum w^2 g R / sum w^2 g` of the group, [B]: it minimizes the gradient's variance.
 
@@ -179,7 +190,11 @@ def gdpo_advantages(components: Tensor, group_ids: Tensor, weights: Tensor, *, e
 
 @torch.no_grad()
 def reinforce_pp_advantages(
-    rewards: Tensor, mask: Tensor, *, gamma: float | Tensor = 1.0, moments: Moments | None = None
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float | Tensor = 1.0,
+    moments: Moments | None = None,
 ) -> Tensor:
     """Return-to-go of (KL-shaped) rewards, whitened over the global batch; [B, T]. REINFORCE++, arXiv:2501.03262.
 
@@ -190,8 +205,13 @@ def reinforce_pp_advantages(
 
 @torch.no_grad()
 def group_advantages(
-    scores: Tensor, group_ids: Tensor, pool_ids: Tensor | None = None, *, baseline: str = "leave_one_out",
-    scale: str = "none", eps: float = 1e-6,
+    scores: Tensor,
+    group_ids: Tensor,
+    pool_ids: Tensor | None = None,
+    *,
+    baseline: str = "leave_one_out",
+    scale: str = "none",
+    eps: float = 1e-6,
 ) -> Tensor:
     """`(score - baseline) / scale` per row, [B]: the estimator `group`.
 
@@ -210,7 +230,11 @@ def group_advantages(
 
 @torch.no_grad()
 def optimal_advantages(
-    scores: Tensor, group_ids: Tensor, pool_ids: Tensor | None = None, *, beta: float = 1.0
+    scores: Tensor,
+    group_ids: Tensor,
+    pool_ids: Tensor | None = None,
+    *,
+    beta: float = 1.0,
 ) -> Tensor:
     """`R - V`, `V = beta log mean exp(R / beta)` over the group, or the pool of a group of one; [B].
 

@@ -41,8 +41,15 @@ __all__ = [
 
 @torch.no_grad()
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, bootstrap_values: Tensor, gamma: float | Tensor = 1.0,
-    lam: float = 1.0, target_lam: float | None = None, length_alpha: float | None = None,
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    bootstrap_values: Tensor,
+    gamma: float | Tensor = 1.0,
+    lam: float = 1.0,
+    target_lam: float | None = None,
+    length_alpha: float | None = None,
 ) -> Returns:
     """Generalized advantage estimation: `delta_t = r_t + gamma_t V_{t+1} - V_t`, `A_t = delta_t + gamma_t lam A_{t+1}`.
 
@@ -76,7 +83,12 @@ def gae(
 
 @torch.no_grad()
 def td_lambda(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, bootstrap_values: Tensor, gamma: float | Tensor = 1.0,
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    bootstrap_values: Tensor,
+    gamma: float | Tensor = 1.0,
     lam: float = 1.0,
 ) -> Returns:
     """TD(lambda): `G_t = r_t + gamma_t [(1 - lam) V_{t+1} + lam G_{t+1}]`, `A_t = G_t - V_t`.
@@ -93,7 +105,13 @@ def td_lambda(
 
 @torch.no_grad()
 def n_step(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, bootstrap_values: Tensor, gamma: float | Tensor = 1.0, n: int = 5,
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    bootstrap_values: Tensor,
+    gamma: float | Tensor = 1.0,
+    n: int = 5,
     bootstrap: bool = True,
 ) -> Returns:
     """n-step returns: k = min(n, tokens left), `G_t = sum_{i<k} gamma^i r_{t+i} + gamma^k V_{t+k}`, `A_t = G_t - V_t`.
@@ -114,8 +132,15 @@ def n_step(
 
 @torch.no_grad()
 def clipped_is(
-    behavior_logprobs: Tensor, policy_logprobs: Tensor, rewards: Tensor, values: Tensor, mask: Tensor, *,
-    bootstrap_values: Tensor, gamma: float | Tensor = 1.0, eps: float = 0.2,
+    behavior_logprobs: Tensor,
+    policy_logprobs: Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    bootstrap_values: Tensor,
+    gamma: float | Tensor = 1.0,
+    eps: float = 0.2,
 ) -> Returns:
     """Clipped importance sampling: `R_t = r_t + gamma_t R_{t+1}`, `A_t = clip(rho_t, 1 - eps, 1 + eps) R_t - V_t`.
 
@@ -131,7 +156,12 @@ def clipped_is(
 
 
 def value_loss(
-    values: Tensor, targets: Tensor, mask: Tensor, *, old_values: Tensor | None = None, clip: float | None = None
+    values: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    old_values: Tensor | None = None,
+    clip: float | None = None,
 ) -> Tensor:
     """`1/2 (V - G)^2` per token, or with `clip` the larger of that and `1/2 (V_old + clip(V - V_old, -c, c) - G)^2`.
 
@@ -323,8 +353,16 @@ def _segment_numbers(segment_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def retrace_v(
-    behavior_logprobs: Tensor, policy_logprobs: Tensor, rewards: Tensor, values: Tensor, mask: Tensor, *,
-    bootstrap_values: Tensor, gamma: float | Tensor = 1.0, lam: float = 1.0, target_rho_bar: float | None = None,
+    behavior_logprobs: Tensor,
+    policy_logprobs: Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    bootstrap_values: Tensor,
+    gamma: float | Tensor = 1.0,
+    lam: float = 1.0,
+    target_rho_bar: float | None = None,
 ) -> Returns:
     """Retrace with the state value as control variate, [B, T], detached; the surrogate supplies the own ratio.
 

@@ -223,7 +223,7 @@ def test_the_named_parts_of_a_critic_model_stay_as_they_are(checkpoints):
 
 @pytest.mark.parametrize(("kind", "frozen", "message"), [
     ("head", ["self_attn"], "is for critic.kind=model"),
-    ("model", ["selfattn"], "no parameter is called 'selfattn'; the critic has .*self_attn"),
+    ("model", ["selfattn"], "no parameter is called 'selfattn'; name one of .*self_attn"),
     ("model", ["decoder", "head"], "leaves nothing to train"),
 ])
 def test_parts_that_cannot_be_frozen_are_refused(checkpoints, kind, frozen, message):
