@@ -342,9 +342,12 @@ def to_yaml(config: Config) -> str:
 
 
 def composed_yaml(words: Sequence[str], *, resolves: bool) -> str:
-    """The settings of these words as YAML; unless it `resolves` them, references such as ${oc.env:HOME} as written."""
+    """The settings of these words as YAML; unless it `resolves` them, references such as ${oc.env:HOME} as written.
+
+    They need not be whole: whoever looks at the defaults names no model.
+    """
     words = read_files(words)
-    values = to_plain(_loaded(words, lambda _: None))
+    values = to_plain(_loaded(words, lambda _: None, whole=False))
     written = {} if resolves else _laid_over(compose(words).values, parse_overrides(words))
     for key, value in leaves(written):
         if "${" in repr(value):

@@ -179,6 +179,12 @@ def test_the_composed_settings_start_the_same_run_as_a_file(typed, tmp_path):
     assert to_plain(load_config(["shown.yaml"])) == to_plain(load_config(words))
 
 
+@pytest.mark.parametrize("line", ["--cfg job", "~algorithm --cfg job --resolve", "algorithm=vtrace -c job"])
+def test_settings_without_a_model_are_shown_as_they_are(typed, line):
+    done = typed(line)
+    assert (done.code, done.run) == (0, None) and "model_path: null" in done.printed
+
+
 @pytest.mark.parametrize(("line", "says"), [
     ("--cfg hydra", "invalid choice: 'hydra'"), ("--info defaults", "take --cfg job"),
     ("--package x", "take --cfg job"),
