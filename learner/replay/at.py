@@ -21,6 +21,7 @@ from streamrl.errors import ControlError
 from streamrl.messages.printable import start_log
 from streamrl.metrics.files import read_object
 from streamrl.run_dirs import find_run_dir
+from streamrl.stream.history import History
 from streamrl.stream.rebuilt import FOLDER, NOTE, cached, named_version, starts_of
 
 
@@ -67,11 +68,17 @@ def at(
         raise ControlError("--without makes another model than the run's: say with --out where it is to lie")
     join_ranks(run_dir, "learner.replay.at", allow)
     folder = out or run_dir / FOLDER / str(version)
-    run = open_run(run_dir, allow, at_most=version)
+    run = open_run(run_dir, allow, at_most=_begin_before(run_dir, version, without))
     compared = rebuild(run, version, folder, without)
     if run.ranks.rank == 0:
         say(f"{folder}: {compared}")
     return 0
+
+
+def _begin_before(run_dir: Path, version: int, groups: frozenset[int]) -> int:
+    """The newest version from which all these groups are still to be trained, at most `version`."""
+    batches = History.read(run_dir).batches if groups else []
+    return min([version, *(one.cut.version for one in batches if any(row.group_id in groups for row in one.cut.plan))])
 
 
 def list_versions(name: str) -> int:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from streamrl.stream.history import History
 from tests.flow.processes import RunHarness
 from tests.flow.test_lora_commands import command
 from tests.unit.stream.test_rebuilt import write_evaluations
@@ -27,6 +28,8 @@ def test_every_command_reads_the_log_of_a_run(harness: RunHarness, words):
     write_evaluations(folder, [(2, "", 2.0)])  # more than any score
     assert f"{run}/versions/2" in command(harness, "eval", f"{run}@best", "eval.num_samples=3")
     assert command(harness, "at", f"{run}@best").endswith("versions/2: equal\n")
+    group = str(History.read(folder).batches[1].cut.plan[0].group_id)  # trained before the checkpoint at the end
+    assert f"trained without groups {group}" in command(harness, "at", f"{run}@4", "--without", group, "--out", "less")
     output = command(harness, "what-if", run, "--from", "2", "policy.optimizer.lr=1e-5")
     assert "the run's own settings: 2 of 2 versions bit-equal to the run's" in output
     assert (folder / "what_if.html").exists() and not (folder / ".what-if").exists()
