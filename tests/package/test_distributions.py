@@ -1,4 +1,9 @@
-"""The source distribution holds the whole project, the wheel the five packages and nothing else."""
+"""The source distribution holds the whole project, the wheel the five packages and nothing else; pip installs it."""
+
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +41,25 @@ def test_the_wheel_says_what_it_is(made: Distributions):
     assert f"Version: {__version__}\n" in metadata and "License-Expression: Apache-2.0\n" in metadata
     assert "streamrl = streamrl.cli:main" in made.wheel_text(".dist-info/entry_points.txt")
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in made.wheel_files())
+
+
+def test_pip_installs_it_by_name_from_an_index(made: Distributions, tmp_path: Path):
+    page = tmp_path / "index" / "streamrl" / "index.html"
+    page.parent.mkdir(parents=True)
+    page.write_text(f'<a href="{made.wheel.as_uri()}">{made.wheel.name}</a>')
+    venv.create(tmp_path / "venv", with_pip=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
+
+    def says(*words: str) -> str:
+        done = subprocess.run([tmp_path / "venv" / "bin" / words[0], *words[1:]], cwd=tmp_path, capture_output=True,
+                              text=True, timeout=100, env={"PATH": "/usr/bin:/bin"})
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    says("python", "-m", "pip", "install", "--no-deps", "--index-url", page.parents[1].as_uri(), "streamrl")
+    # Dependencies come from the tests' environment: a .pth line adds them, and not the project's editable installation.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+
+    assert says("streamrl", "--version").strip() == __version__
+    assert "streamrl launch experiment=quickstart" in says("streamrl", "--help")
+    assert Path(says("python", "-c", "import streamrl; print(streamrl.__file__)").strip()).is_relative_to(site)
