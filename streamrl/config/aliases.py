@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Set
+import re
+from collections.abc import Iterable, Sequence, Set
 
 ALIASES: dict[str, str] = {
     # model
@@ -45,7 +46,7 @@ ALIASES: dict[str, str] = {
     "use_kl_loss": "kl.mode", "kl_loss_type": "kl.mode", "epsilon": "loss.clip_low", "eps_clip": "loss.clip_low",
     "clip_ratio": "loss.clip_low", "cliprange": "loss.clip_low", "epsilon_high": "loss.clip_high",
     "loss_type": "loss.surrogate", "entropy_coeff": "loss.entropy_coef", "adv_estimator": "advantage.estimator",
-    "algo": "advantage.estimator", "gamma": "advantage.gamma", "gae_lambda": "advantage.lam", "lambda": "advantage.lam",
+    "gamma": "advantage.gamma", "gae_lambda": "advantage.lam", "lambda": "advantage.lam",
     "max_staleness": "staleness.eta", "max_off_policy_steps": "staleness.eta", "async_level": "staleness.eta",
     # task
     "dataset": "data.path", "data_path": "data.path", "dataset_name": "data.path", "train_files": "data.path",
@@ -60,7 +61,7 @@ ALIASES: dict[str, str] = {
     "resume_from_checkpoint": "checkpoint.resume", "save_steps": "checkpoint.every_steps",
     "num_max_failures": "checkpoint.grace_s",
     "save_freq": "checkpoint.every_steps", "eval_steps": "eval.every_steps",
-    "eval_on_start": "eval.at_start", "val_before_train": "eval.at_start", "eval_batch_size": "eval.num_samples",
+    "eval_on_start": "eval.at_start", "val_before_train": "eval.at_start", "eval_batch_size": "actors.num_concurrent",
     "num_workers": "launch.num_actors", "num_actors": "launch.num_actors", "num_gpus": "launch.num_learner_ranks",
     "nproc_per_node": "launch.num_learner_ranks", "engine": "actors.engine", "use_vllm": "actors.engine",
     "backend": "actors.engine", "vllm": "actors.engine", "wandb": "tracking.trackers",
@@ -75,7 +76,6 @@ ALIASES: dict[str, str] = {
     "vllm_gpu_memory_utilization": "actors.vllm.gpu_memory_utilization",
     "gpu_memory_utilization": "actors.vllm.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "actors.vllm.tensor_parallel_size",
-    "tensor_parallel_size": "actors.vllm.tensor_parallel_size",
     "tensor_model_parallel_size": "actors.vllm.tensor_parallel_size",
     "delta": "loss.options.ratio_cap", "clip_ratio_c": "loss.dual_clip", "importance_sampling_level": "loss.surrogate",
     "loss_mode": "loss.surrogate", "is_correction_type": "loss.surrogate", "loss_agg_mode": "loss.avg_level",
@@ -115,8 +115,9 @@ ALIASES: dict[str, str] = {
     "update_per_rollout": "learner.num_minibatches", "clip": "loss.clip_low", "tis_coef": "loss.cap",
     "freeze_steps": "critic.num_warmup_steps", "reward_estimator": "kl.mode", "loss_estimator": "kl.mode",
     "adaptive_kl": "kl.controller", "controller_type": "kl.controller", "target_kl": "kl.options",
-    "exp_factor": "kl.options", "exp_decay": "kl.options", "linear_factor": "kl.options", "kp": "kl.options",
-    "ki": "kl.options", "kd": "kl.options", "min_coef": "kl.options", "max_coef": "kl.options",
+    "env_path": "env.path", "optimizer_dir": "checkpoint.resume", "model_path": "policy.model_path",
+    "dtype": "policy.dtype", "exp_factor": "kl.options", "exp_decay": "kl.options", "linear_factor": "kl.options",
+    "kp": "kl.options", "ki": "kl.options", "kd": "kl.options", "min_coef": "kl.options", "max_coef": "kl.options",
     "schedule_type": "kl.options", "schedule_steps": "kl.options",
     "initial_coef": "kl.coef", "constraint_optimization": "constraint.kl_limit", "kl_constraint": "constraint.kl_limit",
     "entropy_constraint": "constraint.entropy_min", "use_lagrangian": "constraint.method",
@@ -145,6 +146,14 @@ ALIASES: dict[str, str] = {
     "gradient_clipping": "policy.optimizer.max_grad_norm", "betas": "policy.optimizer.beta1",
     "checkpoint_path": "checkpoint.resume", "model_max_length": "learner.max_tokens_per_device",
     "max_test_samples": "eval.num_samples", "value_num_epochs": "critic.num_steps",
+    "train_prompts_per_rollout": "rollout.num_prompts_per_step", "test_prompts_per_rollout": "eval.num_samples",
+    "artifacts_path": "run.dir", "rollout_size": "rollout.num_prompts_per_step",
+    "load_in_4bit": "policy.lora.base_quantization", "flash_attention": "learner.attention",
+    "normalize_group_rewards": "advantage.scale", "clip_grad_norm": "policy.optimizer.max_grad_norm",
+    "gradient_accumulate_steps": "learner.max_tokens_per_device", "xml_format": "reward.format_tags",
+    "warmup_fraction": "policy.scheduler.warmup_ratio", "warmup_num_steps": "policy.scheduler.num_warmup_steps",
+    "total_num_steps": "trainer.num_steps", "train_micro_batch_size_per_gpu": "learner.max_tokens_per_device",
+    "infer_cohost_mode": "launch.share_gpus",
     # ColossalAI
     "num_episodes": "trainer.num_epochs", "num_trainers": "launch.num_learner_ranks",
     "num_inferencer": "launch.num_actors", "inference_batch_size": "actors.num_concurrent",
@@ -158,6 +167,15 @@ ALIASES: dict[str, str] = {
     "reward_fn_type": "reward.type", "precision": "policy.dtype", "response_format_tags": "reward.format_tags",
     "temp": "rollout.train.sampling.temperature", "topk": "rollout.train.sampling.top_k",
     "topp": "rollout.train.sampling.top_p",
+    "microbatch_size": "learner.max_tokens_per_device", "num_producers": "launch.num_actors",
+    "num_consumer_procs": "launch.num_learner_ranks", "num_proc_per_producer": "launch.gpus_per_actor",
+    "inference_backend": "actors.engine", "data_actor_buffer_size_limit": "staleness.eta",
+    "enable_flash_attention": "learner.attention", "enable_sequence_parallelism": "learner.mesh.context",
+    # RLite
+    "executor": "actors.engine", "colocate_with": "launch.share_gpus", "p2p_weight_sync": "publish.transports",
+    "weight_sync": "publish.transports", "grad_acc_steps": "learner.max_tokens_per_device", "r": "policy.lora.rank",
+    "attn_implementation": "learner.attention", "prompts": "data.path", "sampling_params": "rollout.train.sampling",
+    "max_num_seqs": "actors.num_concurrent",
     # sweep
     "n_trials": "sweep.num_trials", "n_jobs": "sweep.num_parallel",
     "max_concurrent_trials": "sweep.num_parallel", "parallel": "sweep.num_parallel", "study_name": "sweep.dir",
@@ -187,15 +205,61 @@ FULL_NAMES: dict[str, str] = {
     "tf_config.tensor_model_parallel_size": "learner.mesh.tensor", "ref_actor.model_name": "reference.model_path",
     "ref_actor.offload_model": "reference.offload", "critic.update_per_rollout": "critic.num_steps",
     "kl.type": "kl.mode", "entropy.coef": "loss.entropy_coef", "env.batch_size": "actors.num_concurrent",
-    "env.max_steps": "env.max_turns", "dataset.names": "data.path",
+    "env.max_steps": "env.max_turns", "dataset.names": "data.path", "job.datasets": "data.path",
+    "train_data.path": "data.path", "test_data.path": "data.test_path", "train_dataset_config.path": "data.path",
+    "train_dataset_config.max_length": "rollout.max_prompt_tokens", "inference_model_config.path": "policy.model_path",
+    "vllm.tensor_parallel_size": "actors.vllm.tensor_parallel_size", "actor.dtype": "policy.dtype",
+    "actor.beta": "dpo.beta", "data.max_length": "learner.max_tokens_per_device",
+    "grpo_config.batch_size": "learner.max_tokens_per_device", "ppo.train_batch_size": "learner.num_minibatches",
+    "optimizer.type": "policy.optimizer.name", "scheduler.type": "policy.scheduler.name",
+    "bf16.enabled": "policy.dtype", "adaptive_kl.enabled": "kl.controller",
+    "constraint_optimization.enabled": "constraint.kl_limit", "multi_objective.enabled": "objectives.combine",
+    "multi_objective.objectives": "objectives.components", "objective_weights.reward": "objectives.components",
+    "objective_weights.kl_penalty": "objectives.components", "objective_weights.entropy": "objectives.components",
+    "hyperopt.enabled": "sweep.sampler", "hyperopt.save_dir": "sweep.dir",
+    "experiment_tracking.enabled": "tracking.trackers",
 }
-"""Names whose last part alone would say something else."""
+"""Names whose last part alone would say something else; sections may stand in front."""
+
+RENAMED: dict[str, str] = {
+    "actor": "policy", "ref_actor": "reference", "ref": "reference", "adv": "advantage", "value_model": "critic",
+    "policy_model": "policy",
+}
+"""Sections elsewhere that hold settings of the same names as one of ours."""
+
+FOR_SECTIONS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("critic|value|value_model", {
+        "policy.": "critic.", "loss.clip_low": "critic.clip", "learner.num_epochs": "critic.num_steps",
+        "learner.num_minibatches": "critic.num_steps",
+    }),
+    ("ref|ref_actor|reference", {"policy.model_path": "reference.model_path"}),
+    ("(test|eval|val)(_.*)?", {
+        "rollout.num_prompts_per_step": "eval.num_samples", "rollout.num_responses_per_prompt": "eval.num_responses",
+        "rollout.train.": "rollout.test.", "data.path": "data.test_path",
+    }),
+    ("rollout|server_args|inference_model_config", {
+        "learner.mesh.tensor": "actors.vllm.tensor_parallel_size", "policy.dtype": "actors.dtype",
+    }),
+)
+"""(a section elsewhere, start of a setting of ours -> what it begins with for that section)."""
 
 NOT_HERE: dict[str, str] = {
     "deepspeed": "ranks are sharded by FSDP2: launch.num_learner_ranks",
     "accelerate": "ranks are started by torchrun: launch.num_learner_ranks",
     "local_rank": "ranks are started by torchrun: launch.num_learner_ranks",
     "zero_stage": "ranks are sharded by FSDP2: learner.mesh.shard",
+    "reference_deepspeed": "the reference model is sharded as the policy is: learner.mesh.shard",
+    "zero_optimization": "ranks are sharded by FSDP2: learner.mesh.shard",
+    "memory_optimization": "policy.gradient_checkpointing, policy.optimizer.offload and learner.max_tokens_per_device "
+                           "save memory",
+    "offload_model": "actors have GPUs of their own, so what is trained stays on its GPU: reference.offload and "
+                     "policy.optimizer.offload move the rest to host memory",
+    "profiling": "every step logs its memory, as system/gpu_allocated_bytes",
+    "normalize_rewards": "rewards stay what the task gives: advantage.scale and advantage.whiten normalize advantages",
+    "save_optimizer": "a checkpoint always holds the optimizer: checkpoint.every_steps",
+    "use_infer_server": "actors always are processes of their own: launch.num_actors",
+    "eval_save_dir": "results of evaluations are in run.dir, with transcripts of samples.num_per_eval prompts",
+    "rollout_save_dir": "every rollout is in the log in run.dir, and samples.num_per_step of them as text",
     "log_level": "it is the variable STREAMRL_LOG, as STREAMRL_LOG=DEBUG",
     **dict.fromkeys(
         ("ep_size", "etp_size", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size",
@@ -203,10 +267,22 @@ NOT_HERE: dict[str, str] = {
         "a model is spread by learner.mesh.replicate, shard, context and tensor",
     ),
     **dict.fromkeys(
-        ("initial_batch_size", "min_batch_size", "max_batch_size"),
+        ("initial_batch_size", "min_batch_size", "max_batch_size", "adaptive_batch_sizing", "dynamic_batching"),
         "micro-batches are packed by tokens: learner.max_tokens_per_device",
     ),
-    **dict.fromkeys(("min_temperature", "max_temperature"), "all answers have rollout.train.sampling.temperature"),
+    **dict.fromkeys(
+        ("min_temperature", "max_temperature", "group_temperature"),
+        "all answers have rollout.train.sampling.temperature",
+    ),
+    **dict.fromkeys(("algo", "core_algo"), "algorithm=NAME chooses a recipe, as algorithm=grpo or algorithm=dapo"),
+    **dict.fromkeys(
+        ("tensor_parallel_size", "tp"),
+        "learner.mesh.tensor divides the learner's model, actors.vllm.tensor_parallel_size that of a vLLM engine",
+    ),
+    **dict.fromkeys(
+        ("ray_dir", "master_address", "master_addr", "master_port"),
+        "there is no Ray: actors join the learner by connect=tcp://HOST:PORT, its ranks are started by torchrun",
+    ),
     **dict.fromkeys(("clip_eps_min", "clip_eps_max"), "the range is constant: loss.clip_low and loss.clip_high"),
 }
 """What people look for and will not find, and what there is."""
@@ -220,37 +296,82 @@ COMMON = (
 """Settings to know first: `streamrl settings --common`."""
 
 
-SIMILAR = 0.8
+SIMILAR = 0.85
 """The least similarity of a name and its misspelling: below it, two names only share words."""
+SIMILAR_INSIDE = 0.7
+"""The same of two names in one section of ours."""
 
 
 def suggestion(key: str, names: Set[str]) -> str:
     """The setting of these names that was probably meant, as the end of a sentence."""
-    typed = key.lower().replace("-", "_")
-    for part in (typed.partition(".")[0], typed.rpartition(".")[2]):
-        if typed not in FULL_NAMES and part in NOT_HERE:
-            return f"{NOT_HERE[part]}."
     near = nearest(key, names)
-    if near is None:  # the section may be wrong: compare the last parts
-        parts = _last_parts(names) | ALIASES
-        close = difflib.get_close_matches(key.rpartition(".")[2], parts, n=1, cutoff=SIMILAR)
-        near = next((parts[part] for part in close), None)
-    return f"did you mean `{near}`?" if near else "see `streamrl settings` for every key."
+    return f"did you mean `{near}`?" if near else f"{done_otherwise(key) or 'see `streamrl settings` for every key'}."
+
+
+def done_otherwise(key: str) -> str | None:
+    """How what this name asks for is done here, if there is no setting of it."""
+    return next((NOT_HERE[part] for part in reversed(_plain(key).split(".")) if part in NOT_HERE), None)
 
 
 def nearest(key: str, names: Set[str]) -> str | None:
     """The setting whose name, or name elsewhere, this nearly is; without a section it may be its last part."""
-    typed = key.lower().replace("-", "_")
-    if typed in FULL_NAMES:
-        return FULL_NAMES[typed]
-    known = {name: name for name in names}
-    if "." not in key:
-        known |= _last_parts(names) | ALIASES
-    close = [known[name] for name in difflib.get_close_matches(typed, known, n=1, cutoff=SIMILAR)]
-    last = typed.rpartition(".")[2]
-    if last in ALIASES and not (close and "." in key):
-        return ALIASES[last]
-    return close[0] if close else None
+    *sections, last = _plain(key).split(".")
+    if (whole := _by_full_name([*sections, last], names)) or last in NOT_HERE:
+        return whole
+    if not sections:
+        known = {name: name for name in names} | _last_parts(names) | ALIASES
+        return next((known[name] for name in _close(last, known)), None)
+    inside = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == ".".join(sections)}
+    if close := _close(last, inside):
+        return inside[close[0]]
+    parts = _sure_parts(names) | ALIASES
+    if last in parts:
+        return _for_sections(parts[last], sections, names)
+    if done_otherwise(key):
+        return None
+    if close := _close(last, inside, SIMILAR_INSIDE) if len(last) > 2 else []:
+        return inside[close[0]]
+    alike = {name for name in names if _close(name.partition(".")[0], [sections[0]])}
+    if close := [name for name in _close(_plain(key), alike) if _close(name.rpartition(".")[2], [last])]:
+        return close[0]
+    foreign = sections[0] not in names
+    return next((_for_sections(parts[part], sections, names) for part in _close(last, parts) if foreign), None)
+
+
+def _plain(key: str) -> str:
+    return key.lower().replace("-", "_")
+
+
+def _close(word: str, words: Iterable[str], cutoff: float = SIMILAR) -> list[str]:
+    """The nearest of these words, if one is near."""
+    return difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
+
+
+def _by_full_name(parts: Sequence[str], names: Set[str]) -> str | None:
+    """The setting that these parts, or the last of them with a section, name in full."""
+    for start in range(len(parts) - 1 or 1):
+        for section in (parts[start], RENAMED.get(parts[start])):
+            name = ".".join([section or "", *parts[start + 1 :]])
+            if name in FULL_NAMES or ("." in name and name in names):
+                return FULL_NAMES.get(name, name)
+    return None
+
+
+def _for_sections(name: str, sections: Sequence[str], names: Set[str]) -> str:
+    """The setting that is to that section elsewhere what this one is to the policy or to training."""
+    for section, starts in FOR_SECTIONS:
+        if any(re.fullmatch(section, part) for part in sections):
+            changed = (new + name[len(old) :] for old, new in starts.items() if name.startswith(old))
+            return next((one for one in changed if one in names or one.startswith("actors.vllm.")), name)
+    return name
+
+
+def _sure_parts(names: Set[str]) -> dict[str, str]:
+    """The setting for each last part that leaves no doubt: no other section has one, but for the critic's."""
+    sections: dict[str, set[str]] = {}
+    for name in names:
+        sections.setdefault(name.rpartition(".")[2], set()).add(name.partition(".")[0])
+    return {part: name for part, name in _last_parts(names).items() if len(sections[part] - {"critic"}) < 2}
 
 
 def _last_parts(names: Set[str]) -> dict[str, str]:

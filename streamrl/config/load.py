@@ -344,7 +344,7 @@ def to_yaml(config: Config) -> str:
 def composed_yaml(words: Sequence[str], *, resolves: bool) -> str:
     """The settings of these words as YAML; unless it `resolves` them, references such as ${oc.env:HOME} as written.
 
-    They need not be whole: whoever looks at the defaults names no model.
+    They need not be whole: a look at the defaults names no model.
     """
     words = read_files(words)
     values = to_plain(_loaded(words, lambda _: None, whole=False))

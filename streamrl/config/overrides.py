@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from streamrl.config.aliases import nearest
+from streamrl.config.aliases import done_otherwise, nearest
 from streamrl.config.catalog import is_setting, kinds, nearest_setting, open_mappings, setting_names, texts
 from streamrl.config.composition import (
     SEARCH_PATH,
@@ -120,7 +120,9 @@ def _refuse_option(word: str, following: str) -> NoReturn:
     if not equals and "=" not in following and not following.startswith("--"):
         value = following
     name = nearest(option.lstrip("-"), setting_names())
-    meant = f"write {name}={value or 'VALUE'}" if name else "e.g. trainer.num_steps=200"
+    otherwise = done_otherwise(option.lstrip("-"))
+    meant = f"and {otherwise}" if otherwise else "e.g. trainer.num_steps=200"
+    meant = f"write {name}={value or 'VALUE'}" if name else meant
     typed = f"{option}{equals or (value and ' ')}{value}"
     raise ConfigError(f"`{typed}` is not an option here: settings are key=value, {meant}")
 

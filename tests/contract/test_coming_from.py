@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from streamrl.config.catalog import nearest_setting
 from streamrl.config.load import load_config
 from streamrl.config.overrides import check_names
@@ -25,8 +23,8 @@ def rows() -> list[tuple[list[str], list[str], str]]:
     return found
 
 
-def test_there_are_tables_for_seven_libraries():
-    assert len(re.findall(r"^## ", PAGE, re.M)) == 7 and len(rows()) > 200
+def test_there_are_tables_for_eight_libraries():
+    assert len(re.findall(r"^## ", PAGE, re.M)) == 8 and len(rows()) > 200
 
 
 def test_our_column_holds_settings_only():
@@ -69,30 +67,3 @@ def test_typing_their_name_suggests_one_of_ours():
             if suggestion is None or suggestion[1] not in keys | {key.rpartition(".")[0] for key in keys}:
                 offenders[name] = said
     assert offenders == {}
-
-
-WITHOUT = """
-no_stop_trim use_liger_kernel tokenizer_name virtual_pipeline_model_parallel_size use_distributed_optimizer start_wd
-end_wd wd_incr_style init_lr recompute_method recompute_num_layers exploration_weight grid_size
-enable_mixed_precision enable_cpu_offload memory_threshold gc_threshold profile_interval adaptation_factor log_models
-log_artifacts log_system_metrics auto_log model_registry_uri repetition_penalty normalize_rewards length_max gamma_min
-gamma_max min_top_p max_top_p explore_eps_max explore_percentage random_start_steps load_in_4bit reward_transform_fn
-cost_per_tool_call tool_call_success_bonus tool_call_error_penalty sample_file_format metrics_aggregation_config
-use_infer_server infer_cohost_mode enable_memory_saver enable_custom_logit_processor api_key default_timeout
-retry_attempts retry_delay offload_param ray_dir master_address master_port enable_profiling dynamic_batching
-skip_threshold enable_sequence_parallelism sequence_parallelism_mode include_stop_str_in_output lora.dropout
-""".split()
-"""Options of RL2, its fork, rl4llm and ColossalAI that have no counterpart."""
-
-
-def test_a_name_without_a_counterpart_suggests_nothing():
-    said = {name: nearest_setting(name) for name in WITHOUT}
-    assert {name: text for name, text in said.items() if text != "see `streamrl settings` for every key."} == {}
-
-
-@pytest.mark.parametrize(("name", "says"), [
-    ("pp_size", "learner.mesh"), ("tf_config.expert_model_parallel_size", "learner.mesh"), ("zero-stage", "FSDP2"),
-    ("logging.log_level", "STREAMRL_LOG"), ("min_batch_size", "max_tokens_per_device"), ("local_rank", "torchrun"),
-])
-def test_a_name_whose_thing_is_done_otherwise_is_told_how(name, says):
-    assert says in nearest_setting(name)

@@ -276,9 +276,10 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
 def test_every_alias_leads_to_a_setting_and_is_none_itself():
     names = {name for name, *_ in settings()}
     suggested = {name for name in [*ALIASES.values(), *FULL_NAMES.values()] if not name.startswith(open_mappings())}
-    assert suggested <= names and set(COMMON) <= names
+    assert suggested <= setting_names() and set(COMMON) <= names
     assert not {*ALIASES, *FULL_NAMES} & setting_names()
-    assert [word for word in NOT_HERE if any(word in name for name in names) or word in ALIASES] == []  # it is here
+    words = {f"_{name.replace('.', '_')}_" for name in names}
+    assert [one for one in NOT_HERE if any(f"_{one}_" in word for word in words) or one in ALIASES] == []  # it is here
 
 
 @pytest.mark.parametrize(
