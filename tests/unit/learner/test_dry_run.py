@@ -7,7 +7,7 @@ import pytest
 import configs
 from learner.hub_client.settings import answer_limit, limits, response_limit
 from learner.setup.preflight import check_losses
-from streamrl.algorithms import ESTIMATORS, SURROGATES
+from streamrl.algorithms import ESTIMATORS, SURROGATE_ENTRIES
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
 
@@ -24,9 +24,13 @@ def test_every_recipe_passes_the_dry_run(name):
 
 
 @pytest.mark.parametrize("estimator", sorted(set(ESTIMATORS) - {"reinforce_pp", "clipped_is"}))
-@pytest.mark.parametrize("surrogate", sorted(set(SURROGATES) - {"gspo", "gmpo", "reinforce"}))
+@pytest.mark.parametrize("surrogate", sorted(set(SURROGATE_ENTRIES) - {"reinforce"}))
 def test_what_may_be_paired_computes_a_loss(estimator, surrogate):
-    words = (f"advantage.estimator={estimator}", f"loss.surrogate={surrogate}")
+    words = [f"advantage.estimator={estimator}", f"loss.surrogate={surrogate}"]
+    if SURROGATE_ENTRIES[surrogate].whole_row:
+        words.append("loss.avg_level=seq-mean-token-mean")
+    if SURROGATE_ENTRIES[surrogate].max_clip is not None:
+        words += ["loss.clip_low=3e-4", "loss.clip_high=4e-4"]
     try:
         check_losses(config_of(*words))
     except ConfigError as refusal:
