@@ -52,10 +52,12 @@ define environment
 	$(PYTHON) -m venv $(VENV)
 endef
 
+# pip would compile all modules, for half a minute: a tenth are imported, and compiled once before processes share them.
 $(CORE): pyproject.toml constraints/cpu.txt
 	$(environment)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints/cpu.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e . -c constraints/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile torch==2.13.0 -c constraints/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e . -c constraints/cpu.txt
+	$(BIN)/python -c 'import actors.engines.native, actors.worker, learner.hub, learner.loop.run, learner.setup.trainer'
 	rm -f $(VENV)/.unfinished
 	touch $(CORE)
 
