@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from streamrl.config.schema import Config, SamplingConfig
 from streamrl.errors import ConfigError
-from streamrl.gpus import Placement, place
+from streamrl.gpus import Placement, place, read_gpus, visible_gpus
 
 CANDIDATE_BYTES = 116
 """Bytes that vLLM 0.32 holds for an id that a token might have been, with its log-prob: Python numbers in lists."""
@@ -22,6 +25,21 @@ def gpus_per_engine(config: Config) -> int:
         return config.launch.gpus_per_actor or 1 if ":" in config.actors.engine else 1
     given = config.actors.vllm
     return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
+
+
+def choose_engine(config: Config) -> tuple[str, str]:
+    """The engine that `actors.engine=auto` is here, and why; no reason is given where no GPU leaves a choice."""
+    if config.actors.device == "cpu" or not read_gpus() or not visible_gpus(os.environ):
+        return "native", ""
+    if config.policy.tiny.enabled:
+        return "native", "the model is tiny"
+    if importlib.util.find_spec("vllm") is None:
+        return "native", "vLLM is not installed here (docs/vllm.md)"
+    try:
+        check_engine(replace(config, actors=replace(config.actors, engine="vllm")))
+    except ConfigError as error:
+        return "native", str(error)
+    return "vllm", "it is installed, and a GPU is visible"
 
 
 def check_engine(config: Config) -> None:

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from streamrl.config.addresses import hide_keys
 from streamrl.config.catalog import kinds, open_mappings, settings
 from streamrl.config.composition import compose, group_values, is_choice
+from streamrl.config.devices import choose_engine
 from streamrl.config.overrides import REMOVED, REMOVES_NOTHING, check_name, leaves, nested, parse_overrides, read_files
 from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
@@ -127,12 +128,16 @@ def _loaded(words: list[str], notify: Callable[[str], None], *, whole: bool = Tr
     if lost := _overridden_recipe_keys(recipe, experiment, given):
         keys = " and ".join(word.partition("=")[0] for word in lost)
         notify(f"the experiment overrides the recipe's {keys}; add {' '.join(lost)} to get it back")
-    return _finished(config, whole=whole)
+    return _finished(config, notify, whole=whole)
 
 
-def _finished(config: Config, *, whole: bool = True) -> Config:
-    """The config, checked if it is that of a `whole` run."""
+def _finished(config: Config, notify: Callable[[str], None] = lambda _: None, *, whole: bool = True) -> Config:
+    """The config, checked if it is that of a `whole` run; what is chosen for this machine is told."""
     hide_keys(config)
+    if config.actors.engine == "auto":
+        config.actors.engine, why = choose_engine(config)
+        if why:
+            notify(f"actors.engine={config.actors.engine}: {why}")
     if whole:
         check(config)
     return config

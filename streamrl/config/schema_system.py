@@ -111,8 +111,9 @@ class EndpointConfig:
 
 @dataclass
 class ActorsConfig:
-    engine: str = "native"
-    """Inference engine of the actors: native, vllm or your own `package.module:factory`."""
+    engine: str = "auto"
+    """Inference engine of the actors: native, vllm or your own `package.module:factory`; auto is vllm where it is
+    installed and a GPU is visible to the process that reads the settings, and native elsewhere and for a tiny model."""
     num_concurrent: PositiveInt = 64
     """Trajectories that one actor runs at once."""
     device: str = "auto"
