@@ -30,7 +30,7 @@ INSTALL_POLICY = {OnInstall.keep: "continue", OnInstall.recompute: "recompute", 
 def local_settings(overrides: Sequence[str]) -> Config:
     """Load this actor's own settings over the defaults. Raises ConfigError."""
     # Without a word of its own it takes the engine of the run's settings, whatever is installed here.
-    return from_plain({"policy": {"tiny": {"enabled": True}}, "actors": {"engine": "native"}}, list(overrides))
+    return from_plain({"policy": {"model_path": "of the run"}, "actors": {"engine": "native"}}, list(overrides))
 
 
 def make_renderer(config: Config, tokenizer: Any, end_ids: Collection[int], task: Task | None) -> Renderer:

@@ -202,4 +202,5 @@ def test_an_actor_names_the_engine_of_the_runs_settings_though_stand_ins_offer_a
     util = SimpleNamespace(find_spec=lambda name: object())
     monkeypatch.setattr("streamrl.config.devices.importlib", SimpleNamespace(util=util))
     assert local_settings([]).actors.engine == "native"
+    assert local_settings(["actors.engine=auto"]).actors.engine == "vllm"  # HELLO says what its own word means here
     assert from_plain(to_plain(load_config(NAMED))).actors.engine == "vllm"  # what a stored run or a hub says
