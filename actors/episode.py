@@ -154,7 +154,7 @@ class EpisodeRunner:
             assert client is not None
             if not self._told_full:  # with too small a limit it would be every episode
                 self._told_full = True
-                log.warning("an interaction loop was cut, with what it had earned by then: %s", error)
+                log.warning("an interaction loop was cut off and keeps the reward it had earned: %s", error)
             step, scores = Step(0.0, truncated=True), {"score": client.earned}
         except (EngineError, PromptTooLongError, asyncio.CancelledError):
             raise

@@ -79,7 +79,7 @@ class LocalModel:
         if not adapter.base.is_dir() or weights_digest(adapter.base) != adapter.base_digest:
             raise ConfigError(
                 f"{self.folder}@{self.version} is an adapter of the weights in {adapter.base} (digest "
-                f"{adapter.base_digest[:8]}), which are not there or are others now: put them back, or give a finished "
+                f"{adapter.base_digest[:8]}), which are missing or have changed: put them back, or give a finished "
                 "run without @, whose exported model is whole."
             )
         return _weights_of(adapter.base, torch.float32)

@@ -208,7 +208,7 @@ def main() -> int:
     )
     parser.add_argument("--rewards", action="store_true", help="this")
     parser.add_argument("--json", action="store_true", help="print an object for each batch, in place of the text")
-    given = parsed(parser, words="settings in place of the run's, as of a reward", level="ERROR")
+    given = parsed(parser, words="settings that replace the run's, such as the reward", level="ERROR")
     return asyncio.run(check_rewards(given.run, given.words, given.first, given.last, as_json=given.json))
 
 

@@ -34,7 +34,7 @@ def entries() -> list[Entry]:
         for name, one in FORMATS.items()
     ]
     every = "answer_format, format_reward, ... and the data set's own: streamrl tasks reasoning_gym.NAME"
-    gem = "id, template, num_train, num_test and those of the environment"
+    gem = "id, template, num_train, num_test and the environment's own"
     named = Entry("gem", "An environment of the package gem-llm, which must be installed.", gem)
     own = Entry(f"{VERIFIERS}ID", "A taskset of verifiers, in an environment of its own.", "python, num_test, --env.*")
     server = Entry("openenv:URL", "An environment behind a server of OpenEnv.", "action, observation, reset, ...")

@@ -133,7 +133,7 @@ def _is_no_answer(task: KnowsAnswer, record: Record) -> bool:
 def _unpaid(task: KnowsAnswer, record: Record) -> str:
     answer = task.answer(record)
     if _is_no_answer(task, record):
-        return (f"({answer!r:.40}, {len(answer)} characters) is no answer but a whole text: end it with "
+        return (f"({answer!r:.40}, {len(answer)} characters) is a whole text, not an answer: end it with "
                 "\\boxed{...} or #### and the answer, or name another field with data.answer_key")
     kind = KINDS.get(type(answer), f"a {type(answer).__name__}")
     remedy = "look at how the reward compares it" if isinstance(answer, str) else "compare texts, or use str(answer)"

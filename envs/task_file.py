@@ -95,7 +95,7 @@ def run_file(path: str, *, setting: str = "env.path") -> tuple[ModuleType, Path]
     """Run a user's file. Raises TaskError for a missing file or an error inside it, with the line of the file."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
-        raise TaskError(f"{setting}={path!r}: there is no such file (looked at {file}).")
+        raise TaskError(f"{setting}={path!r}: no such file (looked at {file}).")
     return _run(file), file
 
 

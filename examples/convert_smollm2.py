@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if answer is None:
-        print(f"{out_dir} is there already; delete it to convert again.")
+        print(f"{out_dir} already exists; delete it to convert again.")
     else:
         print(f"{out_dir} is ready. Asked what 2+2 is, it says: {answer}")
     return 0

@@ -24,10 +24,10 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
   streamrl sft [key=value ...]                    supervised training, on answers of a file (data.path)
   streamrl dpo [key=value ...]                    training on pairs of a better and a worse answer
   streamrl train-reward-model [key=value ...]     a reward model from such pairs
-  streamrl fit MODEL [--gpus 8] [--memory 80GB]   which settings fit, before a GPU is there
+  streamrl fit MODEL [--gpus 8] [--memory 80GB]   which settings fit, predicted without a GPU
   streamrl eval MODEL_OR_RUN [key=value ...]      score a model on held-out prompts, without a learner
   streamrl chat MODEL_OR_RUN                      talk to it
-  streamrl serve MODEL_OR_RUN                     serve it to agents and harnesses, as OpenAI and Anthropic do
+  streamrl serve MODEL_OR_RUN                     serve it to agents through the OpenAI and Anthropic APIs
   streamrl settings [--common] [WORD ...]         settings with type, default and meaning
   streamrl tasks [WORD ...]                       the tasks that come with it, and their options
   streamrl relay --learner tcp://HOST:PORT        pass weights on to many actors; see streamrl relay --help
@@ -37,7 +37,7 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
   streamrl samples RUN_DIR [--worst] [...]        read what the model said; see streamrl samples --help
 
 While a run goes on, and after it:
-  streamrl status RUN                             who waits for whom, one sentence a process
+  streamrl status RUN                             who waits for whom, one sentence per process
   streamrl scale RUN N                            let its launcher keep N actors alive
   streamrl drain RUN ACTOR                        let an actor finish its leases and leave
   streamrl resume RUN [key=value ...]             go on from its newest checkpoint
@@ -80,7 +80,7 @@ streamrl launch -m hydra/sweeper=optuna ...       a search of ranges such as 'ke
   reasoning_gym.NAME     one data set of that package""",
     "report": """streamrl report RUN_DIR                 write RUN_DIR/report.html again
 streamrl report RUN_DIR RUN_DIR ...     compare runs, the best last evaluation first: comparison.html and
-                                        comparison.md beside the first run named
+                                        comparison.md next to the first run named
 streamrl report FOLDER                  index.html of all runs in a folder, and the reports that are missing or old""",
 }
 

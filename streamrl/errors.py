@@ -58,7 +58,7 @@ class DataChangedError(TaskError):
 class EpisodeFullError(TaskError):
     """An interaction loop asked for a turn that env.max_turns or the tokens of a trajectory do not allow.
 
-    A loop may catch it and return the reward of what there is. If it does not, the episode ends here, cut by a limit,
+    A loop may catch it and return the reward earned so far. If it does not, the episode ends here, cut by a limit,
     with what `client.reward` was given.
     """
 

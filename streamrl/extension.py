@@ -32,7 +32,7 @@ def resolve(name: str, table: Mapping[str, T], *, setting: str) -> T:
     if ":" in name:
         return import_attribute(name, setting=setting)
     raise ConfigError(
-        f"{setting}={name} is unknown.{did_you_mean(name, table)} There are {', '.join(sorted(table))}, "
+        f"{setting}={name} is unknown.{did_you_mean(name, table)} Choose from {', '.join(sorted(table))}, "
         "or name your own as package.module:attribute."
     )
 

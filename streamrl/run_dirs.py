@@ -55,7 +55,7 @@ def choose_run_dir(config: Config) -> Path:
     newest = max((int(tail) for tail in tails if tail.isdigit()), default=0)
     if resume and not newest:
         raise ConfigError(
-            f"checkpoint.resume=true, but there is no run {run.name}-* in {run.root}/: "
+            f"checkpoint.resume=true, but no run {run.name}-* is in {run.root}/: "
             "start one without it, or name its directory with run.dir=..."
         )
     while not resume:  # another process may take a number between listing and mkdir: only mkdir is atomic
@@ -104,7 +104,7 @@ def launch_lock(run_dir: Path) -> Iterator[None]:
         while not (free := _is_free(lock, fcntl.LOCK_EX)) or has_learner(run_dir):
             if not free or time.monotonic() > deadline:
                 raise RunLockedError(
-                    f"{run_dir} belongs to a run that goes on: see streamrl status {run_dir}; stop it first, or choose "
+                    f"{run_dir} belongs to a run in progress: see streamrl status {run_dir}; stop it first, or choose "
                     "another run.dir"
                 )
             time.sleep(0.1)  # the learner of a launcher that was killed saves and ends

@@ -69,7 +69,7 @@ def is_admin(sessions: Sessions, request: web.Request) -> bool:
 
 
 def over() -> ApiError:
-    return ApiError(410, "session_over", "the session is over: its agent ended, or its lease is gone: stop")
+    return ApiError(410, "session_over", "the session is over because its agent ended or its lease was lost: stop")
 
 
 def max_body_bytes(max_tokens: int) -> int:

@@ -372,7 +372,7 @@ def _texts_of(ids: Sequence[int], session: Session) -> Iterator[str]:
     for one in ids:
         text = tokenizer.decode([one]) if one < len(tokenizer) else ""
         if not text or "\ufffd" in text:
-            raise TaskError(f"stop_token_ids holds {one}, which is no text of its own: give ids of whole characters")
+            raise TaskError(f"stop_token_ids holds {one}, which is not text by itself: give ids of whole characters")
         if one != tokenizer.eos_token_id:
             yield text
 

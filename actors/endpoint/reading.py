@@ -52,7 +52,7 @@ def _decoded(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON that can be read, give an object of it: {error}") from error
+        raise RequestError(f"the body is not valid JSON, give a JSON object: {error}") from error
     if not isinstance(body, dict):
         raise RequestError(f"the body is {raw[:60]!r}: give a JSON object")
     return body
@@ -71,7 +71,7 @@ def _check_values(body: dict[str, Any]) -> None:
                 raise RequestError(f"{name:.60} holds {str(value)[:40]}: give integers of at most 64 bits")
         elif isinstance(value, dict | list):
             if depth > MAX_DEPTH:
-                raise RequestError(f"{name:.60} is nested more than {MAX_DEPTH} times: give it flatter")
+                raise RequestError(f"{name:.60} is nested more than {MAX_DEPTH} times: give it fewer levels")
             named = value.items() if isinstance(value, dict) else ((name, one) for one in value)
             left += [(one, depth + 1, inside) for inside, one in named if not isinstance(one, str)]
 

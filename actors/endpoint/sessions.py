@@ -97,7 +97,7 @@ class Session(AgentSession):
                 await asyncio.wait({taken}, timeout=HEARTBEAT_S)
                 self.client.note_progress()
         if failed := await self.ended:
-            raise TaskError(f"the program outside says that the episode failed, see there: {failed}")
+            raise TaskError(f"the outside program reported a failed episode, see its log: {failed}")
 
     def remember(self, response: str, conversation: list[dict[str, Any]]) -> None:
         """Keep the conversation up to an answer, for a call that goes on from it by name."""

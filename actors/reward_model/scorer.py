@@ -54,7 +54,7 @@ class RewardScorer:
             )
         if found["missing_keys"]:
             raise StreamrlError(
-                f"reward.model.path={path} lacks {', '.join(sorted(found['missing_keys']))[:120]}: it is no trained "
+                f"reward.model.path={path} lacks {', '.join(sorted(found['missing_keys']))[:120]}: it is not a trained "
                 "reward model; give a checkpoint that was saved as a sequence classifier."
             )
         self._device = torch.device(device)

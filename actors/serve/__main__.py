@@ -139,7 +139,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     parser.add_argument("--api-key", default=os.environ.get("STREAMRL_API_KEY"), help="the only key that is taken")
     parser.add_argument("words", nargs="*", default=[], metavar="key=value",
-                        help="settings, as rollout.max_prompt_tokens=4096")
+                        help="settings, such as rollout.max_prompt_tokens=4096")
     given = parser.parse_intermixed_args(words)
     key = given.api_key or None
     if key is None and not is_loopback(f"tcp://{given.host}:{given.port}"):

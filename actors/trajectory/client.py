@@ -332,7 +332,7 @@ class Client:
         return read, room
 
     def _raise_full(self, why: str) -> NoReturn:
-        self.full = f"{why}, and return the reward of what there is"
+        self.full = f"{why}, and return the reward earned so far"
         raise EpisodeFullError(self.full)
 
     def _distribution(self, given: Mapping[str, float | None], train: bool) -> Sampling:

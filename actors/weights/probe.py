@@ -87,7 +87,7 @@ def first_difference(live: Mapping[str, Any], document: Document) -> str | None:
         place = offset + index * expected[spec.name].element_size()
         ranges = bucket_ranges(document.layout)
         bucket = f"{next(i for i, (start, end) in enumerate(ranges) if start <= place < end)} of {len(ranges)}"
-        return f"bucket {bucket} is not what was published: {spec.name} differs from element {index} on"
+        return f"bucket {bucket} does not match the published weights: {spec.name} differs from element {index} on"
     return None
 
 

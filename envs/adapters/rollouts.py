@@ -58,7 +58,7 @@ def record_parameter(function: Callable[..., Any], name: str) -> str:
         and p.name not in ("client", "self")
     ]
     if len(needed) != 1:
-        raise TaskError(f"{name} must take the record and client, as rollout(record, client); it takes {needed}.")
+        raise TaskError(f"{name} must take the record and client, as in rollout(record, client); it takes {needed}.")
     return needed[0]
 
 

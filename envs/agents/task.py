@@ -45,7 +45,7 @@ def command_agent(command: str) -> Callable[[Record, AgentSession], Awaitable[An
     except ValueError as error:
         raise TaskError(f"env.agent_command={command}: {error}, quote its words as in a shell") from error
     if not words:
-        raise TaskError("env.agent_command is empty: give a program and its arguments, as 'python agent.py'")
+        raise TaskError("env.agent_command is empty: give a program and its arguments, such as 'python agent.py'")
 
     async def play(record: Record, session: AgentSession) -> Any:
         with tempfile.TemporaryDirectory(prefix="streamrl-agent-") as folder:
@@ -57,7 +57,7 @@ def command_agent(command: str) -> Callable[[Record, AgentSession], Awaitable[An
 async def _run(words: list[str], record: Record, session: AgentSession, folder: Path) -> str:
     """The last line that the program wrote. Raises TaskError if it cannot be started or fails."""
     if shutil.which(words[0]) is None:
-        raise TaskError(f"env.agent_command cannot be started: there is no program {words[0]}. See that it is there.")
+        raise TaskError(f"env.agent_command cannot be started: no program {words[0]}. Install it, or give its path.")
     (folder / "record.json").write_text(json.dumps(record))
     variables = {
         "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key,
@@ -83,7 +83,7 @@ async def _run(words: list[str], record: Record, session: AgentSession, folder: 
         done = json.loads(answer)
     except ValueError as error:
         raise TaskError(
-            "env.agent_command and its watcher were killed: see what does that, as a limit of memory"
+            "env.agent_command and its watcher were killed: find out by what, for example a memory limit"
         ) from error
     if code := done["status"]:
         raise TaskError(f"env.agent_command ended with status {code}, see its last line: {_last_line(done['err'])}")
@@ -121,7 +121,7 @@ def function_agent(name: str) -> Callable[[Record, AgentSession], Awaitable[Any]
     others = [one for one in known if one not in GIVEN]
     if len(others) != 1:
         raise TaskError(
-            f"env.agent={name} must take the record and any of {', '.join(GIVEN)}, as run(client, record); it takes "
+            f"env.agent={name} must take the record and any of {', '.join(GIVEN)}, as in run(client, record); it takes "
             f"({', '.join(known)})"
         )
     clients = {one: _clients(one) for one in CLIENTS if one in known}

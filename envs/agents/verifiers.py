@@ -71,7 +71,7 @@ class VerifiersTask(SingleTurnTask):
                 status = subprocess.run([*self._command, "tasks"], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                                         env=environment_without_keys()).returncode
             except OSError as error:
-                raise TaskError(f"env.options.python cannot be started, see that it is there: {error}") from error
+                raise TaskError(f"env.options.python cannot be started, check the path: {error}") from error
             out.seek(0)
             err.seek(0)
             said, records = err.read().strip(), [found for line in out if "task" in (found := _json_object(line))]
@@ -138,7 +138,7 @@ class _Process:
         try:
             self._child = Child(command, environment=environment_without_keys(), parent_watch=False, answers=True)
         except OSError as error:
-            raise TaskError(f"env.options.python cannot be started, see that it is there: {error}") from error
+            raise TaskError(f"env.options.python cannot be started, check the path: {error}") from error
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._to_say: queue.Queue[str] = queue.Queue(MAX_UNREAD)
         self._lock, self.ended = threading.Lock(), False

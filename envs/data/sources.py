@@ -363,7 +363,7 @@ def _open(file: Path, path: str, split: str | None, setting: str) -> Source:
     if file.is_dir() or (not file.exists() and HUB_NAME.fullmatch(path) and file.suffix not in READERS):
         return open_folder(path, split or DEFAULT_SPLIT, setting)
     if not file.is_file():
-        raise TaskError(f"{setting}: there is no such file (looked at {file.resolve()}).")
+        raise TaskError(f"{setting}: no such file (looked at {file.resolve()}).")
     read = READERS.get(file.suffix.lower())
     if read is None:
         raise TaskError(

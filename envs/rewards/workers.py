@@ -101,7 +101,7 @@ class _Worker(Child):
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise TaskError(f"a worker of a reward wrote a line that is no answer, see what prints it: {line[:200]!r}")
+            raise TaskError(f"a reward printed a line that is not an answer, remove the print: {line[:200]!r}")
         return answer
 
     def _line(self, deadline: float, question: bytes = b"") -> bytes:

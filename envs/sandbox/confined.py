@@ -124,7 +124,7 @@ class _Grader:
                 return self._end("broken", "the grader's process does not start")
         answer = self._read(PREPARE_S)
         if answer is None:
-            return self._end("broken", f"what is asked for ended its process, or took longer than {PREPARE_S:g} s")
+            return self._end("broken", f"the request ended its process, or took longer than {PREPARE_S:g} s")
         if answer == {"prepared": True}:
             answer = self._read(limit_s)
         if answer is None:

@@ -39,7 +39,7 @@ def find_isolation(wanted: str = "auto") -> Isolation:
                 return candidate
             reasons.append(reason)
     raise TaskError(
-        f"Sandbox level {wanted} does not work here: {'; '.join(reasons) or 'there is no program bwrap'}. "
+        f"Sandbox level {wanted} does not work here: {'; '.join(reasons) or 'bwrap is not installed'}. "
         "Level 2 needs the package bubblewrap, and a kernel that lets it make namespaces; level 1 protects less."
     )
 

@@ -90,7 +90,7 @@ def search_file(
     """The task of the questions of data.path. Raises TaskError if nothing says what is searched."""
     documents = settings.env.tool_use.documents
     if documents is None:
-        raise TaskError(f"env.name={NAME} searches: give env.tool_use.documents=FILE, what is to be searched.")
+        raise TaskError(f"env.name={NAME} searches: set env.tool_use.documents=FILE, the texts to search.")
     shape = RecordShape(settings.data.prompt_key, settings.data.answer_key)
     library = Library(partial(open_source, documents, setting="env.tool_use.documents"), checked_results(num_results))
 

@@ -35,7 +35,7 @@ class SearchTool:
 
     def __init__(self, settings: ToolUseConfig) -> None:
         if settings.documents is None:
-            raise TaskError("env.tools holds search: give env.tool_use.documents=FILE, what is to be searched.")
+            raise TaskError("env.tools holds search: set env.tool_use.documents=FILE, the texts to search.")
         source = open_source(settings.documents, setting="env.tool_use.documents")
         document(source, 0)
         self._library = Library(lambda: source, NUM_FOUND)

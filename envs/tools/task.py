@@ -129,7 +129,7 @@ def _tool(name: str, settings: ToolUseConfig) -> Tool:
     tool = factory(settings) if name in TOOLS else factory()
     if not isinstance(tool, Tool) or not isinstance(tool.parameters, Mapping):
         raise TaskError(
-            f"env.tools: {name} is no tool: give it name, description, parameters (a JSON schema of its arguments) "
+            f"env.tools: {name} is not a tool: give it name, description, parameters (a JSON schema of its arguments) "
             "and call(arguments)."
         )
     return tool

@@ -425,7 +425,7 @@ def find_resume_state(
     run_id = ranks.bytes_from_rank_zero(own.encode()).decode()
     if found is None:
         if resume:
-            log.warning("no checkpoint in %s yet: starting from version 0, and what the log has since", run_dir)
+            log.warning("no checkpoint in %s yet: starting from version 0 and the batches in the log", run_dir)
         return ResumeState(run_id)
     extra: Mapping[str, Any] = found.extra
     if extra["run_id"] != run_id:

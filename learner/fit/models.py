@@ -38,7 +38,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def values_of_model(name: str) -> dict[str, Any] | None:
     """The values of a config.json, read without a library of models; None for what may be a name of the model hub.
 
-    Raises ConfigError: there is no such folder or file, or none of a model.
+    Raises ConfigError: no such folder or file, or none of a model.
     """
     path = Path(name)
     if path.is_dir():
@@ -84,7 +84,7 @@ def _refused(name: str, error: Exception) -> ConfigError:
     said = " ".join(str(error).split())
     why = f"no configuration of a model can be read there ({type(error).__name__}: {said:.200})"
     if _may_be_of_hub(name):  # its library tells where it looked, at length
-        why = "it is no folder here and not in the cache of the model hub, which "
+        why = "it is neither a folder here nor in the cache of the model hub, which "
         why += "has none of this name that may be read" if hub_answers() else "cannot be reached from here"
     return ConfigError(
         f"{name}: {why}. Give a folder with a config.json, that file, or one of {', '.join(PUBLISHED)}."

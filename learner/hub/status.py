@@ -46,7 +46,7 @@ def write_status(hub: HubContext, now: float, *, state: str = "running") -> None
     try:
         write_atomic(Path(hub.settings.run_dir) / "status.json", text)
     except OSError as error:  # a full disk: what a person reads is never worth the run
-        hub.told.warning("status.json was not written, the run goes on: %s", error)
+        hub.told.warning("status.json was not written, but the run continues: %s", error)
 
 
 def note_lost(run_dir: Path, cause: str) -> None:

@@ -166,7 +166,7 @@ class HubLink:
             self._check_fatal()
             num_actors = len(self.status.actors)
             waited_s = time.monotonic() - began
-            self._check_stall("evaluation unfinished", waited_s, num_actors, "see what the actors' logs say last")
+            self._check_stall("evaluation unfinished", waited_s, num_actors, "see the end of the actors' logs")
 
     def _check_fatal(self) -> None:
         if self.status.fatal:

@@ -17,7 +17,7 @@ def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
     if not Path(directory).exists():
         made = "run `make smollm2`, which makes it, or " if Path(directory).name == SMOLLM2 else ""
         raise ConfigError(
-            f"{setting}={directory}: there is no such folder (looked in {Path.cwd()}): {made}give a local Hugging Face "
+            f"{setting}={directory}: no such folder (looked in {Path.cwd()}): {made}give a local Hugging Face "
             "checkpoint directory, or a name of the model hub."
         )
     check_adapter(Path(directory), said=f"{setting}={directory}")

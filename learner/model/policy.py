@@ -276,7 +276,7 @@ def _skeleton(
         except ConfigError as error:
             failure = error
     if ranks.maximum(float(failure is not None)):
-        raise failure or ConfigError(f"{path}: the model cannot be trained packed, as rank 0 says.")
+        raise failure or ConfigError(f"{path}: the model cannot be trained packed: see the error of rank 0.")
     rule = LogitRule(ranks.from_rank_zero(rule.scale), ranks.from_rank_zero(rule.cap or 0.0) or None)
     fix_rope(model, max_tokens)  # as `prepare` did with the one that it checked
     return model, files if by_rows else None, whole, rule, bool(ranks.from_rank_zero(float(shares)))

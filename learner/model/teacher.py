@@ -96,8 +96,8 @@ class RemoteTeacher(FrozenPolicy):
             return str(reply.json()["data"][0]["id"])
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"{SETTING}={self._url}: no model is served there ({type(error).__name__}: {error}): start one, as "
-                "`vllm serve MODEL`, and give its address up to /v1, as http://HOST:8000/v1."
+                f"{SETTING}={self._url}: no model is served there ({type(error).__name__}: {error}): start one "
+                "(`vllm serve MODEL`), and give its address up to /v1, such as http://HOST:8000/v1."
             ) from error
 
     def _check_tokenizer(self, model_dir: Path) -> None:

@@ -126,7 +126,7 @@ class WarmStartTrainer:
     def inject_errors(self, lr: float, stop_at: float, rng: random.Random) -> int:
         """Steps done until the held-out exact match is no more than `stop_at`."""
         if stop_at < 1:
-            self.progress(f"warm start: injecting errors, until exact match is about {stop_at:.2f}")
+            self.progress(f"warm start: injecting errors until exact match is about {stop_at:.2f}")
         optimizer = self.optimizer(lr)
         for step in range(MAX_ERROR_STEPS):
             if self.exact_match() <= stop_at:

@@ -65,7 +65,7 @@ class Objective:
             advantage.by is AdvantageBy.trajectory
             or not (self.regularizers.shapes_rewards or (reward_rules is not None and reward_rules.changes)),
             "advantage.by=agent reads each agent's own rewards: leave a KL in the reward, objectives.combine and the "
-            "overlong penalty out, which change that of the whole trajectory.",
+            "overlong penalty out, which change the reward of the whole trajectory.",
         )
         self.leave_out = leave_out if self._may_leave_out else LeaveOut.NOTHING
 

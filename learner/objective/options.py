@@ -260,8 +260,8 @@ ALGORITHM_RULES: tuple[Unused | Need, ...] = (
          "loss.correction={loss.correction!r} weighs pi_prox/mu and needs " + _PROXIMAL + "."),
     Unused("loss", ("anchor",), lambda c: not c.surrogate.takes_anchor, "with loss.surrogate={loss.surrogate!r}"),
     Need(lambda c: not c.surrogate.needs_proximal or c.anchor != "behavior",
-         "loss.surrogate={loss.surrogate} needs " + _PROXIMAL + " (or take a surrogate on the behavior policy, as "
-         "ppo_clip)."),
+         "loss.surrogate={loss.surrogate} needs " + _PROXIMAL + " (or take a surrogate on the behavior policy, such "
+         "as ppo_clip)."),
     Unused("loss", ("ewma_decay",), lambda c: c.anchor != "ewma", "without loss.anchor=ewma"),
     Unused("loss", ("veto_stat",), lambda c: c.loss.veto_low is None and c.loss.veto_high is None,
            "without loss.veto_low or loss.veto_high"),
@@ -381,7 +381,7 @@ REGULARIZER_RULES: tuple[Unused | Need, ...] = (
          "entropy.low={bounds[low]} and entropy.high={bounds[high]} must satisfy 0 <= low < high."),
     Need(lambda c: c.entropy.adapt is not EntropyAdapt.clip_high or find_surrogate(c.loss.surrogate).clips,
          "entropy.adapt=clip_high does nothing with loss.surrogate={loss.surrogate!r}, which has no upper clip: take "
-         "one that has, as ppo_clip, or entropy.adapt=coef."),
+         "one that has, such as ppo_clip, or entropy.adapt=coef."),
     Need(lambda c: c.entropy.adapt is not EntropyAdapt.clip_high or c.loss.anchor != "recomputed"
          or c.steps_per_batch > 1,
          "entropy.adapt=clip_high does nothing with loss.anchor=recomputed: with one optimizer step per batch the "

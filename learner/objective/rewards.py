@@ -159,7 +159,7 @@ def _check(objectives: ObjectivesConfig, overlong: OverlongConfig) -> None:
     if method == "hypervolume" and not (2 <= len(names) <= 4 and set(objectives.reference_point) == set(names)):
         raise ConfigError(
             f"objectives.combine=hypervolume needs two to four components and objectives.reference_point for each of "
-            f"them; there are {names} and {sorted(objectives.reference_point)}."
+            f"them, got {names} and {sorted(objectives.reference_point)}: add what is missing."
         )
     unknown = sorted((set(objectives.ideal) | set(objectives.reference_point)) - set(names))
     if unknown:

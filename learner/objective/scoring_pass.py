@@ -43,7 +43,7 @@ def score_batch(
         found = _policy_side(policy, batch, needs, critic)
         for name, model in (frozen or {}).items():
             if name in needs:
-                assert model is not None, f"the objective needs {name} log-probs, and there is no such model"
+                assert model is not None, f"the objective needs {name} log-probs, but the run has no such model"
                 found[name] = batch.padded(model.score(batch))
         # Kept on the device until the step ends: the loss and the critic read them again.
         observed.append((batch, PassOutputs(**found)))
@@ -110,7 +110,7 @@ def _policy_side(
     """Log-probs, gradient norms and the critic's values: one forward pass of the policy serves them all."""
     found: dict[str, Tensor | None] = {}
     seen: Inspected | None = None
-    assert critic is not None or VALUES not in needs, "the objective needs values, and there is no critic"
+    assert critic is not None or VALUES not in needs, "the objective needs values, but the run has no critic"
     if needs & {POLICY, SQUARE_NORMS} or (VALUES in needs and critic.reads_policy):
         inspect = Inspect(
             batch.state_index, square_sums=SQUARE_NORMS in needs, all_logprobs=critic is not None and critic.of_actions

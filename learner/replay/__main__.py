@@ -16,7 +16,7 @@ from streamrl.stream.history import History
 
 def main() -> int:
     parser = parser_of(
-        "replay", "Train a run's log again, without hub and actors, and compare its versions with those of then.",
+        "replay", "Train a run's log again, without hub and actors, and compare its versions with the original ones.",
         find=find_run_dir, between=True,
         usage="streamrl replay RUN [--from N] [--to N] [--without GROUPS | --rewards] [key=value ...]",
         epilog="Exit status: 0 all equal, 1 a version differs, 2 an error, 3 not comparable (see what it prints).",

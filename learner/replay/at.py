@@ -35,11 +35,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"instead of RUN/{FOLDER}/N")
     parser.add_argument(
         "--without", type=group_ids, default=frozenset(), metavar="GROUP[,GROUP]",
-        help="what it would be without these groups; needs --out",
+        help="train without these groups; needs --out",
     )
     parser.add_argument("--list", action="store_true", help="name the versions of RUN that lie there, with their sizes")
     parser.add_argument(
-        "allow", nargs="*", default=[], metavar="actors.allow=[NAME]", help="code that a run of somebody else may use"
+        "allow", nargs="*", default=[], metavar="actors.allow=[NAME]", help="code that another user's run may use"
     )
     given = parser.parse_intermixed_args()
     if odd := [word for word in given.allow if not word.startswith("actors.allow=")]:

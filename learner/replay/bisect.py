@@ -137,7 +137,7 @@ def last_version(run_dir: Path) -> int:
     """The last version that the log leads to. Raises ControlError: there is none."""
     ended = [one.step.version for one in History.read(run_dir).batches if one.step is not None]
     if not ended:
-        raise ControlError(f"the log of {run_dir} holds no trained batch, there is nothing to search: give another run")
+        raise ControlError(f"the log of {run_dir} holds no trained batch and nothing to search: give another run")
     return ended[-1]
 
 

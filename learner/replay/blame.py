@@ -88,8 +88,8 @@ def blame(
     known = [one.cut.version for one in run.batches()]
     if not [version for version in known if first <= version < last]:
         raise ControlError(
-            f"{run_dir} trained no batch between versions {first} and {last}: choose from those that its batches are "
-            f"for, {min(known, default=0)} to {max(known, default=0)}"
+            f"{run_dir} trained no batch between versions {first} and {last}: its batches are for versions "
+            f"{min(known, default=0)} to {max(known, default=0)}, choose from those"
         )
     for one in run.train(upto=first, compare=False):
         notify(f"  trained up to version {one.version}")

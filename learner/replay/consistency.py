@@ -88,7 +88,7 @@ def _settings(found: Compared, run_dir: Path, history: History, settings: Mappin
     now = dict(leaves(settings))
     for name in sorted((then.keys() | now.keys()) - OF_THE_START):
         if then.get(name) != now.get(name):
-            found.disagreements.append(f"config.yaml: {name} is not what the log's last start has")
+            found.disagreements.append(f"config.yaml: {name} differs from the log's last start")
     summary = read_object(run_dir / "summary.json")
     if summary:
         found.expect("summary.json", "run_id", summary.get("run_id"), last.run_id)

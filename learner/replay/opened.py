@@ -170,7 +170,7 @@ def _begin(run_dir: Path, history: History, at_most: int) -> Checkpoint | None:
         first = min((one.cut.version for one in history.batches), default=0)
         raise ControlError(
             f"the log of {run_dir} begins with the batch for version {first}, and no checkpoint up to version "
-            f"{at_most} is there to begin from: ask for a version from {first} on, or keep more (stream.max_gb, "
+            f"{at_most} exists to begin from: ask for a version from {first} on, or keep more (stream.max_gb, "
             "checkpoint.num_keep)"
         )
     if not history.starts:

@@ -53,7 +53,7 @@ class Outcome:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="streamrl verify", description="Check that a run was as its bundle says (streamrl bundle RUN).",
+        prog="streamrl verify", description="Check a run against its bundle (streamrl bundle RUN).",
         epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("bundle", type=Path)
@@ -183,7 +183,7 @@ def _rewards(folder: Path, words: Sequence[str]) -> Outcome:
     if playing.returncode != status:
         raise ControlError(f"the rewards could not be computed again (exit status {playing.returncode}): see above")
     text = {
-        EQUAL: f"{num} rewards are those that the task gives; who wrote the answers is for loss",
+        EQUAL: f"{num} rewards are those that the task gives; `loss` checks who wrote the answers",
         DIFFERS: f"{len(differing)} of {num} rewards are not the task's",
         NOT_COMPARABLE: f"{len(unchecked)} of {num + len(unchecked)} rewards, the others agree",
     }

@@ -59,7 +59,7 @@ def arms(run_dir: Path, words: Sequence[str]) -> dict[str, Config]:
     for word in words:
         if word.lstrip("+~").startswith(OF_STREAM):
             raise ConfigError(
-                f"{word} would have made another stream than the recorded one: a fork trains on the same groups in the "
+                f"{word} would have made a stream unlike the recorded one: a fork trains on the same groups in the "
                 "same batches; leave it out, or launch a run with it"
             )
     names = [one for word in words if word.startswith("algorithm=") for one in word.partition("=")[2].split(",")]

@@ -114,7 +114,7 @@ def _check_template(config: Config, notify: Callable[[str], None]) -> None:
     asked = data.apply_chat_template and data.chat_template is None
     if asked and path is not None and not config.policy.tiny.enabled and not has_chat_template(Path(path)):
         notify("the tokenizer has no chat template: contents are joined by line breaks; "
-               "data.apply_chat_template=false says that this is meant")
+               "set data.apply_chat_template=false if that is intended")
 
 
 def has_chat_template(model_dir: Path) -> bool:

@@ -73,7 +73,7 @@ def history_after(given: Inputs, run_dir: Path) -> History:
         return History.read(run_dir, first)
     except StreamrlError as error:
         raise StreamrlError(
-            f"the log of the run is damaged, what was trained after its checkpoint cannot be recovered: {error}"
+            f"the log of the run is damaged, so what was trained after its checkpoint cannot be recovered: {error}"
         ) from error
 
 

@@ -53,7 +53,7 @@ def make_shadows(
         shadows.append(Shadow(name.rpartition(":")[2], made, options))
     labels = [shadow.name for shadow in shadows]
     if len(set(labels)) < len(labels):
-        raise ConfigError(f"shadow.algorithms={list(names)} names one twice: leave one out, as metrics bear the name")
+        raise ConfigError(f"shadow.algorithms={list(names)} names one twice, but metrics carry the name: leave one out")
     return tuple(shadows)
 
 

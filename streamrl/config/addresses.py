@@ -49,8 +49,8 @@ def check_endpoint(endpoint: EndpointConfig, agent: str | None) -> None:
         )
     if agent == "outside" and endpoint.admin_key_env is None:
         raise ConfigError(
-            "env.agent=outside lets programs open episodes by HTTP, and nothing says which: export a key, and set the "
-            "name of its variable, as actors.endpoint.admin_key_env=STREAMRL_ADMIN_KEY"
+            "env.agent=outside lets any program open episodes by HTTP: export a key, and set the name of its "
+            "variable, such as actors.endpoint.admin_key_env=STREAMRL_ADMIN_KEY"
         )
 
 

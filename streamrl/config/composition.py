@@ -92,8 +92,8 @@ def check_choice(group: str, chosen: Any, directories: tuple[str, ...]) -> None:
 def refuse_choice(group: str, name: str, names: Sequence[str]) -> NoReturn:
     """A file that its group does not have."""
     raise ConfigError(
-        f"{group}={name} is unknown.{did_you_mean(name, names)} There are {', '.join(sorted(names))}; a settings file "
-        "of your own goes without a key: streamrl launch my.yaml."
+        f"{group}={name} is unknown.{did_you_mean(name, names)} Choose from {', '.join(sorted(names))}; a settings "
+        "file of your own goes without a key: streamrl launch my.yaml."
     )
 
 

@@ -107,7 +107,7 @@ def _values(where: str, given: Any) -> dict[str, Any]:
     known = ("path", *SECTIONS, *OWN)
     for key, value in given.items():
         if key not in known:
-            hint = did_you_mean(str(key), known) or f" There are {', '.join(known)}."
+            hint = did_you_mean(str(key), known) or f" Choose from {', '.join(known)}."
             raise ConfigError(f"Unknown key `{where}.{key}`:{hint}")
         if key in SECTIONS and not isinstance(value, Mapping):
             raise ConfigError(f"{where}.{key}={value} must be a mapping, e.g. {where}.{key}.KEY=VALUE")

@@ -40,7 +40,7 @@ MEANT = {
     "hydra/job_logging": "STREAMRL_LOG",
     "hydra/hydra_logging": "STREAMRL_LOG",
     "hydra.output_subdir": "run.dir",
-    "hydra.job.chdir": "run.dir, as a run stays where it was started",
+    "hydra.job.chdir": "run.dir: a run stays where it was started",
 }
 """The counterpart of words that are not taken."""
 OPTIONS = {
@@ -109,7 +109,7 @@ def _file_of(name: str, directory: str | None) -> str:
     for place in places:
         if (file := place / f"{name.removesuffix('.yaml')}.yaml").is_file():
             return str(file)
-    raise ConfigError(f"--config-name {name}: there is no such file in {places[0]}: give its directory by --config-dir")
+    raise ConfigError(f"--config-name {name}: no such file in {places[0]}: give its directory by --config-dir")
 
 
 def own_words(words: Sequence[str]) -> list[str]:
@@ -132,7 +132,7 @@ def own_words(words: Sequence[str]) -> list[str]:
         elif name == "hydra/launcher" and (value == "basic" or (value == "joblib" and parallel)):
             continue
         elif name == "hydra/launcher" and value == "joblib":
-            raise ConfigError("hydra/launcher=joblib runs several at once: say how many, as hydra.launcher.n_jobs=2")
+            raise ConfigError("hydra/launcher=joblib runs several at once: say how many, with hydra.launcher.n_jobs=2")
         elif (ours := {**RUNS, **SWEEPS}.get(name)) is not None:
             found.append(f"{ours}={SAMPLERS.get(value, value) if name == 'hydra/sweeper' else value}")
         else:

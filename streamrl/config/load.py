@@ -87,7 +87,7 @@ def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Conf
     """The inverse of `to_plain`, with overrides on top (an actor's own settings over the learner's)."""
     refuse_references(values, whose="the settings")
     if (choice := next((word for word in overrides if is_choice(word, ())), None)) is not None:
-        raise ConfigError(f"`{choice}` is of a whole run, whose settings are given: name the settings that differ")
+        raise ConfigError(f"`{choice}` stands for a whole run, whose settings are given: name the settings that differ")
     given = parse_overrides(overrides)
     config = _converted(_laid_over(values, given))
     return _finished(_with_overrides_first(config, dict(given), values.get("env", {})))

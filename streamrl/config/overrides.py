@@ -279,7 +279,7 @@ def _of_file(file: str, typed: Sequence[str], *, own: bool = False, multirun: bo
     try:
         values = settings_in(_checked_text(Path(file)))
     except FileNotFoundError as error:
-        raise ConfigError(f"{file}: there is no such settings file (looked in {Path.cwd()})") from error
+        raise ConfigError(f"{file}: no such settings file (looked in {Path.cwd()})") from error
     except (OSError, ValueError, RecursionError, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{file} cannot be read as settings: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
@@ -315,8 +315,8 @@ def check_words(stored: Sequence[str], typed: Sequence[str], whose: str) -> list
     check_stored(map(_by_section, told), map(_by_section, typed), whose)
     if any(map(_allows, told)) and any(is_file(word) and not is_of_a_run(Path(word)) for word in stored):
         raise ConfigError(
-            f"{whose} is not signed as a run of yours, and allows itself code by actors.allow beside a settings file: "
-            "give the command yourself, with run.dir=DIRECTORY checkpoint.resume=true"
+            f"{whose} is not signed as a run of yours, and sets actors.allow, which permits code, next to a settings "
+            "file: give the command yourself, with run.dir=DIRECTORY checkpoint.resume=true"
         )
     return [word for word in stored if not _allows(word)]
 
@@ -331,7 +331,7 @@ def _check_told(words: Sequence[str], whose: str) -> None:
     """Raise ConfigError for words of others that are no settings, or that refer to what this machine knows."""
     if (odd := next((word for word in words if word.lstrip("+~").startswith(("-", "hydra"))), None)) is not None:
         raise ConfigError(
-            f"{whose} is not signed as a run of yours, and {odd!r} there is no setting of a run: give the command "
+            f"{whose} is not signed as a run of yours, and its {odd!r} is not a setting of a run: give the command "
             "yourself, with run.dir=DIRECTORY checkpoint.resume=true"
         )
     # Also as they are parsed: in a word of a command, backslashes may hide one from a look at its text.

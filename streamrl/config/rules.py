@@ -326,7 +326,7 @@ def _check_minibatches(config: Config) -> None:
     _need(
         groups % num == 0,
         f"learner.num_minibatches={num} does not divide rollout.num_prompts_per_step={groups}: a minibatch is a whole "
-        "number of groups, as many in each; set a divisor of it",
+        "number of groups, the same number in each; set a divisor of it",
     )
     _need(
         config.publish.when is not PublishWhen.every_optimizer_step or steps_per_batch(config) > 1,
@@ -370,7 +370,7 @@ def _check_lora(config: Config) -> None:
         return
     _need(
         "all-linear" not in lora.target_modules or len(lora.target_modules) == 1,
-        f"policy.lora.target_modules={lora.target_modules}: all-linear stands alone: leave it, or the names beside it",
+        f"policy.lora.target_modules={lora.target_modules}: all-linear stands for all names: remove the others",
     )
     _need(
         bool(lora.target_modules),

@@ -91,7 +91,7 @@ def diagnose(shares: Shares) -> Diagnosis:
         saved = min(idle, starved)  # the side that works longer would never wait, at best
         if saved < IDLE_ENOUGH:
             return Diagnosis(Bottleneck.lead, f"lead-bound: {waits}, actors without work {starved:.0%}")
-        text = f"lead-bound ({waits}, actors {starved:.0%}): staleness.eta saves at most {saved:.0%}"
+        text = f"lead-bound ({waits}, actors {starved:.0%}): higher staleness.eta saves ≤ {saved:.0%}"
         return Diagnosis(Bottleneck.lead, text)
     paused = min(1.0, shares.paused / max(1 - starved, 1e-6))
     environment = shares.environment if shares.step_p95_s * shares.num_env_steps >= REAL_SHARE else 0.0

@@ -75,7 +75,7 @@ def if_it_can_be_written(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.error("%s was not written, the run goes on: %s", what, error)
+        log.error("%s was not written, but the run continues: %s", what, error)
 
 
 def read_lines(path: Path, parse: Callable[[bytes], T], damaged: list[str] | None = None) -> Iterator[tuple[bytes, T]]:

@@ -147,7 +147,7 @@ _OF_HUB = section(
     ("hub/num_rejected_duplicate", "groups", "last", "Groups refused since the run began: delivered before."),
     ("hub/num_rejected_stale", "groups", "last", "The same: too old."),
     ("hub/num_rejected_version", "groups", "last", "The same: sampled by a version off the surviving history."),
-    ("hub/num_rejected_fenced", "groups", "last", "The same: from a process that another has replaced."),
+    ("hub/num_rejected_fenced", "groups", "last", "The same: from a process that has been replaced."),
     ("hub/num_rejected_malformed", "groups", "last", "The same: breaks a rule of the protocol."),
     ("hub/num_rejected_no_lease", "groups", "last", "The same: without a lease."),
     ("hub/num_rejected_oversize", "groups", "last", "The same: too large."),
@@ -195,7 +195,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("group/zero_std_trained", "fraction", "mean", "Groups of the trained batch whose rewards are all equal.",
          "siblings"),
         ("group/alone_fraction", "fraction", "mean",
-         "Trajectories without another of their group, compared with the whole batch; with `advantage.by=agent` the "
+         "Trajectories that are alone in their group, compared with the whole batch; with `advantage.by=agent` the "
          "same of each agent, compared with itself elsewhere in the batch."),
         ("group/filtered_fraction", "fraction", "mean", "Dropped by a filter, of the groups trained, filtered, too old "
                                                         "or failed in this step."),
@@ -256,11 +256,11 @@ SECTIONS: dict[str, list[Metric]] = {
         ("ess/sequence", "fraction", "ess", "Effective sample size of the whole-trajectory ratios."),
         ("ess/sequence_clipped", "fraction", "ess", "The same with ratios cut at the cap."),
         ("ess/kept_fraction", "fraction", "mean", "Tokens that entered the effective sample size."),
-        ("ratio/mean_token", "ratio", "mean", "Policy over recorded behavior probability of a token; near 1."),
-        ("ratio/mean_sequence", "ratio", "mean", "The same of a whole trajectory; near 1."),
+        ("ratio/mean_token", "ratio", "mean", "Policy over recorded behavior probability per token; near 1."),
+        ("ratio/mean_sequence", "ratio", "mean", "The same per trajectory; near 1."),
         ("ratio/share_truncated", "fraction", "mean", "Token ratios above the cap."),
         ("ratio/share_at_bound", "fraction", "mean", "Log-ratios at the numerical clamp; should be 0."),
-        ("drift/m2", "nats^2", "mean", "Mean squared log-ratio of a token."),
+        ("drift/m2", "nats^2", "mean", "Mean squared log-ratio per token."),
         ("drift/k1", "nats", "mean", "KL estimate k1 of policy and behavior, per token."),
         ("drift/k3", "nats", "mean", "KL estimate k3 of policy and behavior, per token."),
         ("drift/mismatch", "nats^2", "mean", "Mean squared log-ratio at lag 0: the engines' disagreement."),
@@ -270,7 +270,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("clip/positive", "fraction", "mean", "Clipped share of the tokens with a positive advantage."),
         ("clip/negative", "fraction", "mean", "Clipped share of the tokens with a negative advantage."),
         ("ratio/max", "ratio", "max", "Largest token ratio of the batch."),
-        ("drift/m2_by_lag", "nats^2", "mean by bin", "Mean squared log-ratio of a token, for each lag."),
+        ("drift/m2_by_lag", "nats^2", "mean by bin", "Mean squared log-ratio per token, for each lag."),
         ("drift/exponent", "power", "last", "Fitted p of m2 = s0 + a * lag^p."),
         ("drift/oscillation", "fraction", "last", "How far m2 at the current lag is below its peak; high: overshoot."),
         ("lr/scale", "factor", "last", "Factor on the learning rate from the staleness control."),
@@ -303,11 +303,11 @@ SECTIONS: dict[str, list[Metric]] = {
         ("policy/num_tokens", "tokens", "sum", "Action tokens trained on in this step."),
         ("policy/num_trajectories", "trajectories", "sum", "Trajectories trained on in this step."),
         ("policy/num_groups", "groups", "sum", "Groups trained on in this step."),
-        ("policy/left_out_fraction", "fraction", "mean", "Action tokens without a pass, as they cannot move a gradient "
-                                                         "(`learner.skip_zero_advantage`): ratios, drift, ESS and "
-                                                         "entropy are of the others."),
-        ("policy/shared_fraction", "fraction", "mean", "Tokens without a pass of their own, as another answer to the "
-                                                       "same prompt, or another prompt, begins with them "
+        ("policy/left_out_fraction", "fraction", "mean", "Action tokens without a pass, because they cannot move a "
+                                                         "gradient (`learner.skip_zero_advantage`): ratios, drift, "
+                                                         "ESS and entropy are of the others."),
+        ("policy/shared_fraction", "fraction", "mean", "Tokens without a pass of their own, because another answer to "
+                                                       "the same prompt, or another prompt, begins with them "
                                                        "(`learner.share_prompts`)."),
         ("policy/num_microbatches", "micro-batches", "sum", "Micro-batches of this step, over all ranks."),
         ("policy/num_split_microbatches", "splits", "sum", "Micro-batches that did not fit into memory, split in two."),
@@ -402,8 +402,8 @@ SECTIONS: dict[str, list[Metric]] = {
         ("system/rss_bytes", "bytes", "max", "Resident memory of a learner rank."),
         ("meter/num_nonfinite", "values", "sum", "Values refused by the meter because they were not finite."),
     ) + section(
-        ("system/gpu_reserved_bytes", "bytes", "max", "Reserved GPU memory of a rank."),
-        ("system/gpu_allocated_bytes", "bytes", "max", "Peak allocated GPU memory of a rank since its start."),
+        ("system/gpu_reserved_bytes", "bytes", "max", "Reserved GPU memory per rank."),
+        ("system/gpu_allocated_bytes", "bytes", "max", "Peak allocated GPU memory per rank since its start."),
         needs="gpu",
     ),
 }
@@ -440,7 +440,7 @@ def member(family: str, name: str) -> str:
     """
     if f"{family}/*" not in METRICS:
         known = ", ".join(key[:-2] for key in METRICS if key.count("*") == 1)
-        raise KeyError(f"{family!r} is not a family of metrics; there are: {known}.")
+        raise KeyError(f"{family!r} is not a family of metrics; choose from {known}.")
     return f"{family}/{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:64] or 'unnamed'}"
 
 

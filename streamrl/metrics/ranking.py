@@ -63,7 +63,7 @@ class Objective:
         elif self.metric not in NUMBERS:
             raise ConfigError(
                 f"sweep.metric={self.metric} is no number of summary.json.{did_you_mean(self.metric, NUMBERS)} "
-                "Take one of those, or a metric by its name, as reward/mean."
+                "Take one of those, or a metric by its name, such as reward/mean."
             )
 
     @property

@@ -97,7 +97,7 @@ def find(samples: Sequence[Sample], query: Query) -> list[Sample]:
     kinds = [kind for kind in KINDS if any(one.kind == kind for one in samples)]
     steps = sorted({one.step for one in samples})
     raise ConfigError(
-        f"none of the {len(samples)} samples is what was asked for ({query}): there are {' and '.join(kinds)} samples "
+        f"none of the {len(samples)} samples matches ({query}): the run has {' and '.join(kinds)} samples "
         f"of steps {steps[0]} to {steps[-1]}; samples.num_per_step and samples.num_per_eval set how many are kept"
     )
 

@@ -84,7 +84,7 @@ def what_if_page(run: str, first: int, forks: Sequence[Fork]) -> str:
     rows = [[version, reward, *cells] for version, reward, cells in _rows(forks, tuple(COLUMNS))]
     said = table(["fork", "what came of it"], [[escape(fork.name), escape(_how(fork))] for fork in forks])
     note = (
-        "<p>Every fork trains on the same recorded batches, so rewards are those of the run; what a fork would have "
+        "<p>Every fork trains on the same recorded batches, so the rewards are the run's own; what a fork would have "
         "generated, and how it would have scored, is unknown.</p>"
     )
     title = f"{run}: what if, from version {first} on"

@@ -68,7 +68,7 @@ def pack(
 def require_bundle(path: Path) -> None:
     """Raise NoBundleError unless this is a tar file, OSError if it cannot be read."""
     if not path.exists():
-        raise NoBundleError(f"{path}: there is no such file, give one that  streamrl bundle RUN  has written")
+        raise NoBundleError(f"{path}: no such file, give one that  streamrl bundle RUN  wrote")
     if path.is_dir():
         raise NoBundleError(f"{path} is a directory: make the bundle of a run with  streamrl bundle {path}")
     with path.open("rb") as file:

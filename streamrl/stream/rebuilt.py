@@ -42,9 +42,9 @@ def require_model(source: str) -> None:
     if named_version(source) is not None or (folder / "config.yaml").exists():
         return
     if not folder.is_dir():
-        raise ConfigError(f"{source}: there is no such folder. Give a run, as runs/NAME, or a Hugging Face checkpoint.")
+        raise ConfigError(f"{source}: no such folder. Give a run, such as runs/NAME, or a Hugging Face checkpoint.")
     if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):  # adapters: see find_model
-        raise ConfigError(f"{source} holds no config.json: give a run, as runs/NAME, or a Hugging Face checkpoint.")
+        raise ConfigError(f"{source} holds no config.json: give a run (runs/NAME) or a Hugging Face checkpoint.")
 
 
 class _Evaluation(msgspec.Struct):

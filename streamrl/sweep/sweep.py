@@ -124,7 +124,7 @@ def _check(config: Config, objective: Objective, words: SweepWords) -> None:
             "evaluation or a metric of every step"
         )
     if swept := [key for key in words.axes if key.startswith("sweep.")]:
-        raise ConfigError(f"{swept[0]} is of the whole sweep: give it one value")
+        raise ConfigError(f"{swept[0]} applies to the whole sweep: give it one value")
     if any(word.startswith("run.dir=") for word in words.fixed):
         raise ConfigError("run.dir names one directory, and each run of a sweep has its own: use sweep.dir=...")
     subdir = sweep.subdir or "{num}"
@@ -143,7 +143,7 @@ def _choose_directory(config: Config) -> Path:
     resume = config.checkpoint.resume
     if config.sweep.dir is None:
         if resume:
-            raise ConfigError("checkpoint.resume=true does not say which sweep goes on: add sweep.dir=...")
+            raise ConfigError("checkpoint.resume=true does not say which sweep to continue: add sweep.dir=...")
         directory = Path(config.run.root) / f"sweep-{datetime.now():%Y%m%d-%H%M%S}"
     else:
         directory = Path(config.sweep.dir)

@@ -136,7 +136,7 @@ class KeyDirectory:
             raise ConfigError(f"{name!r} is not a name for a key: use 1 to 40 of a-z, 0-9, dot, dash and underscore")
         if (self._allowed / f"{name}.pub").exists():
             raise ConfigError(f"{name} has a key already: remove it first (`streamrl keys remove {self.path} {name}`), "
-                              "or add another name beside it")
+                              "or add a key under another name")
         for other in self.allowed().values():
             if may_be(name, other) or may_be(other, name):
                 raise ConfigError(f"actors with the key of {min(name, other, key=len)} may call themselves "
@@ -220,7 +220,7 @@ def split_endpoint(endpoint: str) -> tuple[str, bytes]:
     except (ValueError, binascii.Error):
         raw = b""
     if len(raw) != _KEY_BYTES:
-        raise ConfigError(f"{endpoint}: what stands after # is not a public key: give the address as `streamrl relay` "
+        raise ConfigError(f"{endpoint}: the text after # is not a public key: give the address as `streamrl relay` "
                           "printed it")
     return address, z85.encode(raw)
 
@@ -359,7 +359,7 @@ def join_words(words: list[str]) -> list[str]:
     if words and Path(words[0]).is_dir():
         words = [_address_in(Path(words[0])), *words[1:]]
     if not words or not re.match(r"tcp://", words[0]):
-        raise ConfigError(f"give the address first, or a run directory that is there\n\n{JOIN_USAGE}")
+        raise ConfigError(f"give the address first, or an existing run directory\n\n{JOIN_USAGE}")
     address, _, text = words[0].partition("#")
     files = [word.partition("=")[2] for word in words[1:] if word.startswith("key=")]
     others = [word for word in words[1:] if not word.startswith("key=")]

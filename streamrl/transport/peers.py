@@ -142,8 +142,8 @@ class PeerLimit:
             self._close(descriptor)
         if surplus:
             self._limited_log.warning(
-                "%d connections that did not say who they are were ended: %d such are allowed, as a process may have "
-                "so many descriptors (ulimit -n)", surplus, allowed,
+                "%d unidentified connections were closed: at most %d are allowed, because of the limit on this "
+                "process's open files (ulimit -n)", surplus, allowed,
             )
 
     def close(self) -> None:

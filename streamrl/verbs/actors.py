@@ -20,7 +20,7 @@ def drain(words: list[str]) -> int:
     )
     parser.add_argument("actor", metavar="ACTOR", help="its name, as in streamrl status RUN")
     parser.add_argument("--within", type=float, default=FINISH_S, metavar="SECONDS",
-                        help=f"{FINISH_S:g} by default; what is not finished by then goes to other actors")
+                        help=f"{FINISH_S:g} by default; unfinished work then goes to other actors")
     given = parser.parse_args(words)
     if not 0.0 <= given.within <= MOST_FINISH_S:
         parser.error(f"--within {given.within:g}: give a number of seconds from 0 to {MOST_FINISH_S:g}")

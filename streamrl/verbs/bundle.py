@@ -43,10 +43,10 @@ def bundle(words: list[str]) -> int:
     given = parser.parse_args(words)
     run = given.run
     if run.has_hub or run.has_launcher:
-        raise ControlError(f"{run.name} is running: a bundle is of a run that has ended; let it finish or stop it")
+        raise ControlError(f"{run.name} is running: only a run that has ended can be bundled; let it finish or stop it")
     out = given.out or Path(f"{run.name}.bundle.tar")
     if out.exists():
-        raise ControlError(f"{out} is there already: remove it, or give another --out FILE")
+        raise ControlError(f"{out} already exists: remove it, or give another --out FILE")
     files, about = contents(run.path, with_model=given.with_model, with_checkpoints=given.with_checkpoints)
     beside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -64,7 +64,7 @@ def contents(run_dir: Path, *, with_model: bool, with_checkpoints: bool) -> tupl
     """The files of a run's bundle, and what its manifest says of the run. Raises ControlError, LogError."""
     history = History.read(run_dir)
     if not history.batches or not history.starts:
-        raise ControlError(f"the log of {run_dir} holds no batch, there is nothing to verify: let it train first")
+        raise ControlError(f"the log of {run_dir} holds no batch, so there is nothing to verify: let it train first")
     files = {name: run_dir / name for name in FILES if (run_dir / name).exists()}
     files |= {f"{FOLDER}/{one.path.name}": one.path for one in segments(run_dir)}
     files |= {f"evals/{path.name}": path for path in sorted((run_dir / "evals").glob("*.json*"))}

@@ -22,7 +22,7 @@ VERBS = ("launch", "learner", "sft", "dpo", "train-reward-model")
 def resume(words: list[str]) -> int:
     """Become the command that goes on with the run. Raises ControlError: no such run, or it runs."""
     parser = parser_of(
-        "resume", "Go on with a run from its newest good checkpoint, by the command that it was last started with, "
+        "resume", "Continue a run from its newest good checkpoint with the command that last started it, "
         "streamrl launch or streamrl learner, in its run directory.", find=find_run,
     )
     parser.add_argument("words", nargs="*", default=[], metavar="key=value",

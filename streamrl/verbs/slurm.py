@@ -166,7 +166,7 @@ def _jobs(chosen: argparse.Namespace) -> Jobs:
 def _sbatch(script: Path, *options: str) -> str:
     """The number of the submitted job."""
     if shutil.which("sbatch") is None:
-        raise ConfigError(f"there is no sbatch here: run `sbatch {script}` on a machine that submits to Slurm")
+        raise ConfigError(f"sbatch is not installed here: run `sbatch {script}` on a machine that submits to Slurm")
     command: Sequence[str] = ["sbatch", "--parsable", *options, str(script)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

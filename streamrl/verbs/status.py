@@ -1,4 +1,4 @@
-"""`streamrl status`: who waits for whom, one sentence a process."""
+"""`streamrl status`: who waits for whom, one sentence per process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamrl.verbs.runs import NamedRun, find_run
 def status(words: list[str]) -> int:
     """Print the state of a run; returns 0 whether it runs or is over."""
     run = parser_of(
-        "status", "Tell what every process of a run does or waits for, in one sentence each. Give it on the machine of "
+        "status", "Say in one sentence each what the processes of a run do or wait for. Run it on the machine of "
         "the learner, as the user who started the run. Actors on other machines are listed too.", find=find_run,
     ).parse_args(words).run
     if not run.has_hub and not run.has_launcher:

@@ -1,4 +1,4 @@
-"""`streamrl stream`: what a run's log holds, one line a record; or its answers in a file for other tools."""
+"""`streamrl stream`: what a run's log holds, one line per record; or its answers in a file for other tools."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS: dict[str, type] = {
 STATES = {0: "ready", 1: "leased", 2: "held", 5: "dropped"}
 TELL_EVERY = 10_000
 NOTHING = 1
-"""The exit status if no record is what was asked for."""
+"""The exit status if no record matches."""
 MAX_NAMED = 8
 
 
@@ -73,7 +73,7 @@ def stream(words: list[str]) -> int:
 def _decoder(run_dir: Path) -> Text:
     """Raises ControlError: no tokenizer is at hand."""
     if (text := run_text(run_dir)) is None:
-        raise ControlError(f"--text: no tokenizer of {run_dir} is at hand (assets.msgpack): take the whole directory")
+        raise ControlError(f"--text: no tokenizer of {run_dir} was found (assets.msgpack): copy the whole directory")
     return text
 
 
@@ -89,7 +89,7 @@ def _texts(one: LoggedGroup, text: Text) -> str:
 
 
 def _what_there_is(run_dir: Path, kinds: tuple[type, ...]) -> str:
-    """The sentence where no record is what was asked for."""
+    """The sentence where no record matches."""
     if LoggedGroup not in kinds:
         return f"no record of {run_dir} is of that kind and version: without options it prints all"
     groups = [one for _, one in rows(run_dir, Wanted()) if isinstance(one, LoggedGroup)]
@@ -112,8 +112,8 @@ def _repair(run_dir: Path) -> int:
     for path in done.kept:
         print(printable(f"kept: {path}"))
     print(
-        f"{done.last} is its last record now. streamrl resume {run_dir} goes on from the newest checkpoint and what "
-        "the log has after it; what was cut is not read any more"
+        f"{done.last} is its last record now. streamrl resume {run_dir} goes on from the newest checkpoint and the "
+        "batches after it in the log; the removed part is no longer read"
     )
     return 0
 
@@ -170,7 +170,7 @@ def _within(record: Record | LoggedGroup, versions: tuple[int, int] | None) -> b
 def _export(run_dir: Path, wanted: Wanted, out: Path) -> int:
     text = run_text(run_dir)
     if text is None:
-        print("no tokenizer is at hand: token ids only, without texts", file=sys.stderr)
+        print("no tokenizer was found: printing token ids without texts", file=sys.stderr)
     start = next((one for _, one in read_records(run_dir, complete_from=ANYWHERE) if isinstance(one, RunStarted)), None)
     num = export(
         _selected(run_dir, wanted), out, run_id=start.run_id if start else run_dir.resolve().name,
@@ -220,10 +220,10 @@ def _range(option: str, word: str | None, kind: type) -> tuple | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(
-        "stream", "Print what a run's log holds, one line a record, or export the answers of its groups.",
+        "stream", "Print what a run's log holds, one line per record, or export the answers of its groups.",
         find=find_run_dir, usage="streamrl stream RUN [option ...]",
         epilog="An option on groups (--actor, --outcome, --reward) leaves out all other records. The exit status is 1 "
-        "if no record is what was asked for.",
+        "if no record matches.",
     )
     parser.add_argument("--version", metavar="A..B", help="of these versions; of groups: that sampled a token")
     parser.add_argument("--actor", metavar="ID", help="groups of this actor")
@@ -240,8 +240,8 @@ def _parser() -> argparse.ArgumentParser:
         "trajectories), or a folder that gets a file for each trajectory",
     )
     parser.add_argument(
-        "--repair", action="store_true", help="cut a damaged log at the damage; what is cut is kept beside it, and no "
-        "longer read",
+        "--repair", action="store_true", help="cut a damaged log at the damage; the removed part stays next to it, and "
+        "is no longer read",
     )
     return parser
 

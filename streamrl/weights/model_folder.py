@@ -125,10 +125,10 @@ def check_adapter(folder: Path, *, said: str) -> None:
     if not (folder / ADAPTER).is_file():
         return
     raise ConfigError(
-        f"{said} holds an adapter ({ADAPTER}) beside whole weights, to which transformers would add it: take {ADAPTER} "
+        f"{said} holds an adapter ({ADAPTER}) next to full weights, to which transformers would add it: take {ADAPTER} "
         "and the adapter's weights out of the folder, or merge them into the whole (docs/models.md)."
         if _has_weights(folder) else
-        f"{said} is an adapter in peft's form and no whole model: give the folder of a model that it is merged into "
+        f"{said} is an adapter in peft's format, not a whole model: give the folder of a model that it is merged into "
         "(docs/models.md)."
     )
 

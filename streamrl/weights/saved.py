@@ -110,7 +110,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         assert isinstance(body["files"], dict)
         return body
     except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
-        raise CheckpointError(f"{folder} is no whole checkpoint, take another version: {error}") from error
+        raise CheckpointError(f"{folder} is not a complete checkpoint, take another version: {error}") from error
 
 
 def _checked_files(folder: Path) -> list[Path]:

@@ -49,7 +49,7 @@ WHAT_TO_DO = re.compile(
     r"\b(add|bind|check|choose|define|derive|did you mean|give|install|is unknown|leave|lists them|look at|lower|fix"
     r"|make it|must|name it|name one|name another|name the|name them|needs? at least|needs a|pip install|put|quote"
     r"|raise|reinstall|remove|restart|restore|return|run `|save|say|scale it|see|set|start|stop|streamrl launch|take"
-    r"|there are|train with|turn|use|valid options|widen|write|expected|allowed are|it has)\b",
+    r"|copy|find|train with|try again|turn|use|valid options|widen|write|expected|allowed are|it has)\b",
     re.IGNORECASE,
 )
 """A text with one of these says what to do, or what it would have accepted."""
@@ -174,7 +174,7 @@ REMEDIES: dict[str, str] = {
     "a settings file holds settings only": "write out what is meant, in fewer values",
     "is not an option here": "leave the dashes out",
     "Unknown key": "take the name that it suggests; `streamrl settings WORD` searches for others",
-    "there is no such settings file": "check the path; it is relative to the directory you are in",
+    "no such settings file": "check the path; it is relative to the directory you are in",
     "ranks train whole groups, some would have none": "fewer ranks, or more prompts in a step",
     "rollout.num_min_members=": "lower the first or raise the second",
     "names a transport twice": "name it once",
@@ -197,7 +197,7 @@ REMEDIES: dict[str, str] = {
     "A file of your own can also be given": "correct the name, or give a file as `env.path`",
     "is a class without": "add the methods that it names",
     "defines no task": "the forms of a task file: [your environment](environments.md)",
-    "…=…: there is no such file (looked": "check the path; it is relative to the directory you are in",
+    "…=…: no such file (looked": "check the path; it is relative to the directory you are in",
     "It lacks": "add the methods that it names",
     "it is built into Python": "name a class or function of yours",
     "could not be made with options": "correct `env.options`, or the constructor that raised",
@@ -215,7 +215,7 @@ REMEDIES: dict[str, str] = {
     "which JSON cannot carry": "convert it to text or numbers",
     "holds text that is not JSON": "fix the field, or name another with `data.prompt_key`",
     "holds no records": "check that the file is the right one",
-    "…: there is no such file (looked at …).": "check the path; it is relative to the directory you are in",
+    "…: no such file (looked at …).": "check the path; it is relative to the directory you are in",
     "is not a readable": "write the file again; its library's own message follows",
     "…: cannot be read: …: …": "write the file again; its library's own message follows",
     "gave no answer: …": "check that the service runs and that the address is right",
@@ -273,12 +273,12 @@ REMEDIES: dict[str, str] = {
     "record … of the log: …": "put back the run directory as it was, with its folder `stream`",
     "has no version …: its log leads": "a version that the log has",
     "leads to version … only, not to": "a version that the log has",
-    "there is nothing to search": "a run that trained a batch",
+    "nothing to search": "a run that trained a batch",
     "gave no score: …": "the text says why; fix that first",
     "trained no batch between versions": "versions between those that it names",
-    "is there to begin from: ask for a version": "a version from there on, or keep more of the log",
+    "exists to begin from: ask for a version": "a version from there on, or keep more of the log",
     "lists the groups of a run with the version": "a group that is listed there",
-    "the log of the run is damaged, what was trained": "what the text says",
+    "the log of the run is damaged, so what was trained": "what the text says",
     "while the log was trained again": "`streamrl resume`",
     "inside the checkpoint cannot be read": "resume with the release that wrote the checkpoint",
     "was not saved": "the reason follows: usually a full disk; the run goes on from the checkpoint before",

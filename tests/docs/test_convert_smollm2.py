@@ -31,4 +31,4 @@ def test_a_finished_checkpoint_is_not_made_again(tmp_path, capsys, monkeypatch):
         (tmp_path / name).write_text("{}")
 
     assert command.main(["--out", str(tmp_path)]) == 0
-    assert "is there already" in capsys.readouterr().out
+    assert "already exists" in capsys.readouterr().out

@@ -66,6 +66,6 @@ def test_a_reward_that_hangs_is_told_while_it_hangs_and_stops_the_run(harness: R
     assert code == 1, harness.logs()
     for text in (printed, log):
         assert re.search(r"still running after 1[0-2] s; the limit is env\.step_timeout_s=12", text)
-        assert "hangs, the run stops: " in text
+        assert "hangs, so the run stops: " in text
     assert "none has returned; fix what they wait for, or raise that limit" in harness.summary()["failed"]
     assert "recovered" not in printed and harness.leftovers() == []

@@ -20,7 +20,7 @@ def test_a_refused_second_launch_does_not_take_the_run_over(harness: RunHarness)
     second = harness.command("launch", *words)
 
     assert second.returncode == 2 and "Traceback" not in second.stderr
-    assert second.stderr.splitlines()[-1].startswith(f"error: {harness.run_dir} belongs to a run that goes on")
+    assert second.stderr.splitlines()[-1].startswith(f"error: {harness.run_dir} belongs to a run in progress")
     assert {name: (harness.run_dir / name).read_bytes() for name in notes} == notes
     assert "trainer.num_steps=5000" in json.loads(notes["run.json"])["starts"][-1]["command"], "what resume repeats"
     output = harness.command("status", str(harness.run_dir)).stdout

@@ -48,7 +48,7 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch, words):
 
 def test_without_sbatch_the_command_to_type_elsewhere_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="there is no sbatch here: run `sbatch"):
+    with pytest.raises(ConfigError, match="sbatch is not installed here: run `sbatch"):
         scripts(tmp_path, monkeypatch, "--submit")
 
 

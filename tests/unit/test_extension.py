@@ -20,7 +20,7 @@ def test_a_users_own_is_found_by_its_module_and_attribute():
 
 @pytest.mark.parametrize(("name", "says"), [
     ("ppo_clop", r"loss\.surrogate=ppo_clop is unknown\. Did you mean ppo_clip\?"),
-    ("zzz", r"There are cispo, ppo_clip, or name your own as package\.module:attribute"),
+    ("zzz", r"Choose from cispo, ppo_clip, or name your own as package\.module:attribute"),
     ("no_such_module_here:f", r"cannot import 'no_such_module_here'"),
     ("math.py:pi", r"write loss\.surrogate=math:pi"),
     ("own/clips.py:", r"write loss\.surrogate=own\.clips:NAME"),

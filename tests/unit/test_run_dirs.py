@@ -42,7 +42,7 @@ def test_one_launch_at_a_time_has_a_run_and_none_while_a_learner_has_it(tmp_path
     monkeypatch.setattr("streamrl.run_dirs.LEARNER_ENDS_S", 0.2)
     with launch_lock(run):
         before = sorted(path.name for path in run.iterdir())
-        with pytest.raises(RunLockedError, match="belongs to a run that goes on"), launch_lock(run):
+        with pytest.raises(RunLockedError, match="belongs to a run in progress"), launch_lock(run):
             pass
         assert sorted(path.name for path in run.iterdir()) == before
     with (run / "LOCK").open("ab") as lock:

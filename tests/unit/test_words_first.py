@@ -20,7 +20,7 @@ finally:
 
 
 @pytest.mark.parametrize(("module", "words", "said"), [
-    ("learner.replay.verify", ["none.tar"], "none.tar: there is no such file, give one that  streamrl bundle RUN"),
+    ("learner.replay.verify", ["none.tar"], "none.tar: no such file, give one that  streamrl bundle RUN"),
     ("learner.replay.verify", ["a_run"], "a_run is a directory: make the bundle of a run with  streamrl bundle a_run"),
     ("learner.replay.verify", ["records.jsonl"], "records.jsonl is no bundle: name a file that  streamrl bundle RUN"),
     ("learner.replay.verify", ["x.tar", "--level", "most"], "--level most: choose from hash"),
@@ -28,8 +28,8 @@ finally:
     ("learner.fit", ["records.jsonl"], "records.jsonl: no configuration of a model can be read there"),
     ("learner.fit", ["qwen3-8b", "learner.num_minibatch=2"], "did you mean `learner.num_minibatches`"),
     ("learner.fit", ["qwen3-8b", "--gpus", "0"], "'0' must be a number above 0"),
-    ("streamrl.cli", ["eval", "none"], "none: there is no such folder"),
-    ("streamrl.cli", ["serve", "none@9"], "none@9: there is no such folder"),
+    ("streamrl.cli", ["eval", "none"], "none: no such folder"),
+    ("streamrl.cli", ["serve", "none@9"], "none@9: no such folder"),
     ("streamrl.cli", ["chat", "a_folder"], "a_folder holds no config.json"),
 ])
 def test_a_mistake_is_told_before_anything_is_loaded(module, words, said, tmp_path):

@@ -87,7 +87,7 @@ def utilization(gpu: Gpu | None, share: float | None, beside_nbytes: int, model_
     if part * gpu.total_bytes <= model_nbytes:
         raise EngineError(
             f"of {gpu.total_bytes / GIB:.1f} GiB of GPU {gpu.index} {gpu.free_bytes / GIB:.1f} are free, and vLLM may "
-            f"take {max(part, 0.0) * gpu.total_bytes / GIB:.1f} for a model of {model_nbytes / GIB:.1f} (beside "
+            f"take {max(part, 0.0) * gpu.total_bytes / GIB:.1f} for a model of {model_nbytes / GIB:.1f} (plus "
             f"{beside_nbytes / GIB:.1f} of documents): take ipc and nccl off actors.transports, lower "
             "learner.gpu_memory_share, or give the actor another GPU"
         )

@@ -310,7 +310,7 @@ class ActorHandler:
             return
         actor.probed_at = now
         if self._hub.send.is_gone(actor.routing_id, self._beat_of_hub()):
-            self._moves.warning("actor %s is gone, its connection is closed: its leases are reissued", actor.actor_id)
+            self._moves.warning("actor %s is gone, and its connection closed: its leases are reissued", actor.actor_id)
             self._evict(actor, "its connection is closed", now)
 
     def grant(self, now: float) -> None:

@@ -50,7 +50,7 @@ class ControlHandler:
             raise ControlError(f"{name} is a relay and holds no leases: stop it by a signal")
         num_leases = self._hub.ledger.num_leases(name)
         if not self._hub.send.to_actor(actor.routing_id, Drain("streamrl drain", within_s)):
-            raise ControlError(f"{name} could not be told: its connection is broken or full; say it again")
+            raise ControlError(f"{name} could not be reached: its connection is broken or full; try again")
         finish = f"finish its {num_leases} leases and leave" if num_leases else "leave: it has no leases"
         log.info("%s is told to %s", name, finish)
         return {"actor": name, "num_leases": num_leases}
@@ -60,7 +60,7 @@ class ControlHandler:
         if not names:
             return ": no actor is"
         near = get_close_matches(name, names, n=1)
-        return f". Did you mean {near[0]}?" if near else f": there are {', '.join(names[:8])}"
+        return f". Did you mean {near[0]}?" if near else f": connected are {', '.join(names[:8])}"
 
 
 def sentences(hub: HubContext, now: float) -> list[tuple[str, str]]:

@@ -120,7 +120,7 @@ class RankHandler:
                 self._broadcast.broadcaster_reported(routing_id, message, now)
             case EvalRequest():
                 if message.dataset not in ledger.eval_sources:
-                    raise ValueError(f"there is no evaluation set {message.dataset!r}: {sorted(ledger.eval_sources)}")
+                    raise ValueError(f"no evaluation set {message.dataset!r}, only {sorted(ledger.eval_sources)}")
                 ledger.evals.request(
                     message.eval_id, message.version, message.num_prompts, message.keep, message.num_responses,
                     message.dataset,
@@ -191,7 +191,7 @@ class RankHandler:
     def _request(self, request: BatchRequest, now: float) -> None:
         num_ranks = len(self._hub.settings.dp_ranks)
         if request.rank >= num_ranks:
-            raise ValueError(f"there is no rank {request.rank}: the run has {num_ranks}")
+            raise ValueError(f"no rank {request.rank}: the run has {num_ranks} ranks")
         if not self._shares:
             self._hub.ledger.cutter.check_version(request.version)
         elif request.version != self._version:

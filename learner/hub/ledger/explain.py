@@ -24,7 +24,7 @@ class Explanations(Part):
             return "nothing: a batch can be cut"
         num_dropped, filters = dropped_by(self.counts, self.cutter.counts_at_cut)
         dropped = f", {num_dropped} more were dropped by {filters}" if num_dropped else ""
-        lead = f"{have} of {needed} groups are there{dropped}; "
+        lead = f"{have} of {needed} groups have arrived{dropped}; "
         open_states = (GroupState.READY, GroupState.LEASED)
         first = next((record for record in self.groups.in_order() if record.state in open_states), None)
         if first is None:

@@ -314,7 +314,7 @@ class HungCalls(Observer):
             self._hung_at = now
         elif now - self._hung_at > LAST_CHANCE_S and not self.fatal:
             self.fatal = (
-                f"every call {self._of} hangs, the run stops: {num_hung} were given up after {self._limit} and none "
+                f"every call {self._of} hangs, so the run stops: {num_hung} timed out after {self._limit} and none "
                 "has returned; fix what they wait for, or raise that limit"
             )
             self._notify(self.fatal)

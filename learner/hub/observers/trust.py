@@ -296,8 +296,8 @@ class ActorTrust(Observer):
         self._due.append((actor_id, cause))
         self._sums["num_shut_out"] += 1
         del self._records[actor_id]
-        then = "it stays out of this run" if times else "a new process of that name may try once more"
-        self._notify(f"QUARANTINE: {actor_id} is shut out because {cause}. What it delivered and is not trained yet is "
+        then = "it stays out of this run" if times else "a new process of that name may try again"
+        self._notify(f"QUARANTINE: {actor_id} is shut out because {cause}. Its groups that are not trained yet are "
                      f"generated again; {then}")
 
     def take_due(self) -> list[tuple[str, str]]:

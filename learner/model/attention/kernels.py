@@ -276,7 +276,7 @@ def choose_attention(wish: str, *, device: torch.device, dtype: torch.dtype) -> 
 def why_not(name: str, *, device: torch.device, dtype: torch.dtype) -> str:
     """Why this attention cannot be computed here; empty if it can."""
     if device.type != "cuda":
-        return f"needs a CUDA device and this is {device.type}: its kernels have no backward pass elsewhere"
+        return f"needs a CUDA device but this is {device.type}: its kernels have no backward pass elsewhere"
     if name != "flex_attention" and dtype not in _HALF:
         return f"computes in half precision only and the policy's type is {dtype} (policy.dtype=bfloat16)"
     package = _PACKAGES.get(name)

@@ -45,7 +45,7 @@ def _nccl() -> Any:
         ) from error
     if not nccl.available:
         raise ConfigError(
-            f"cupy {cupy.__version__} found no NCCL library: install nvidia-nccl-cu12 or nvidia-nccl-cu13 beside it, "
+            f"cupy {cupy.__version__} found no NCCL library: install nvidia-nccl-cu12 or nvidia-nccl-cu13 too, "
             "or take nccl off the list of transports"
         )
     return nccl

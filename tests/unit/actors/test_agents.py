@@ -384,7 +384,7 @@ async def own_client(record, base_url, api_key):
 @pytest.mark.parametrize(("word", "says"), [
     ("env.agent=a:b env.agent_command=c", "env.agent and env.agent_command each decide"),
     ("env.agent=a:b env.tools=[calculator] env.max_turns=4", "env.agent and env.tools each decide"),
-    ("env.agent=nowhere.py:run", "there is no such file"),
+    ("env.agent=nowhere.py:run", "no such file"),
     ("env.agent=tests.unit.actors.test_agents:nothing", "has no 'nothing'"),
     ("env.agent=tests.unit.actors.test_agents:settings", "is not an async function"),
     ("env.agent=tests.unit.actors.test_agents:ask", "must take the record and any of client"),

@@ -85,12 +85,12 @@ def test_a_base_that_is_gone_or_is_another_one_is_named(trained, base):
 
     weights = (base / "model.safetensors").read_bytes()
     (base / "model.safetensors").write_bytes(weights[:-4] + b"\0\0\0\1")
-    with pytest.raises(ConfigError, match="not there or are others now: put them back"):
+    with pytest.raises(ConfigError, match="missing or have changed: put them back"):
         read()
     (base / "model.safetensors").write_bytes(weights)
     assert read()
     base.rename(base.with_name("elsewhere"))
-    with pytest.raises(ConfigError, match="not there or are others now: put them back"):
+    with pytest.raises(ConfigError, match="missing or have changed: put them back"):
         read()
     manifest = trained / "ckpt-00000003" / "manifest.json"
     whole = json.loads(manifest.read_text())

@@ -77,7 +77,7 @@ def test_what_is_no_reward_model_is_refused_before_it_is_loaded(tmp_path):
         check_checkpoint(str(tmp_path / "gone"))
     with pytest.raises(StreamrlError, match="has 2 labels"):
         RewardScorer(str(tmp_path / "two"), "cpu")
-    with pytest.raises(StreamrlError, match=r"lacks score.weight: it is no trained reward model"):
+    with pytest.raises(StreamrlError, match=r"lacks score.weight: it is not a trained reward model"):
         RewardScorer(save(tmp_path / "head", LlamaForCausalLM, num_labels=1), "cpu")
 
 

@@ -121,7 +121,7 @@ def test_a_dead_engine_ends_the_server_with_a_status_and_says_why(checkpoint, tm
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    (["nowhere"], "error: nowhere: there is no such folder"),
+    (["nowhere"], "error: nowhere: no such folder"),
     (["nowhere", "--port", "here"], "invalid int value"),
 ])
 def test_what_cannot_be_served_is_one_sentence(words, says, capsys):

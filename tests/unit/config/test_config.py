@@ -78,7 +78,7 @@ def test_an_unknown_key_names_the_nearest_valid_one(word, nearest):
         (["rollout.train.sampling.top_p=0"], "rollout.train.sampling.top_p=0 must be greater than 0."),
         (["eval.num_samples=-1"], "eval.num_samples=-1 must be at least 0"),
         (["eval.pin=false", "eval.pin_s=60"], "eval.pin_s=60 does nothing with eval.pin=false"),
-        (["experiment=nope"], "experiment=nope is unknown. There are games, quickstart"),
+        (["experiment=nope"], "experiment=nope is unknown. Choose from games, quickstart"),
         (["filter.accuracy_range=[0.9,0.1]"], "two numbers, the lower one first"),
         (["bare"], "is not a setting"),
     ],
@@ -142,7 +142,7 @@ def test_a_word_of_hydras_own_is_refused_with_what_does_it_here(mark, word, says
 
 @pytest.mark.parametrize("word", ["experiment=quickstart", "my.yaml", "hydra.searchpath=[.]"])
 def test_settings_of_another_process_are_not_composed_again(word):
-    with pytest.raises(ConfigError, match=f"`{re.escape(word)}` is of a whole run"):
+    with pytest.raises(ConfigError, match=f"`{re.escape(word)}` stands for a whole run"):
         from_plain({}, [word])
 
 
@@ -262,7 +262,7 @@ def test_run_directories_count_up_and_resume_takes_the_newest(tmp_path):
     config.checkpoint.resume = True
     assert choose_run_dir(config).name == "quickstart-008"
     config.run.name = "other"
-    with pytest.raises(ConfigError, match=r"there is no run other-\*"):
+    with pytest.raises(ConfigError, match=r"no run other-\*"):
         choose_run_dir(config)
 
 

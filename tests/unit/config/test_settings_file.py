@@ -94,7 +94,7 @@ def test_aliases_are_read(folder):
         ("trainer: {num_step: 3}", "bad.yaml: Unknown key `trainer.num_step`: did you mean `trainer.num_steps`"),
         ("- a\n- b\n", "bad.yaml holds no settings"),
         ("a: [1\n", "bad.yaml cannot be read as settings"),
-        (None, "bad.yaml: there is no such settings file"),
+        (None, "bad.yaml: no such settings file"),
     ],
 )
 def test_a_file_that_says_nothing_is_refused_by_name(folder, text, message):

@@ -17,8 +17,8 @@ def lines(*records) -> str:
 
 
 FILES = {
-    "no such file": ("gone.jsonl", None, "there is no such file"),
-    "no such folder": ("gone/", None, "there is no such file"),
+    "no such file": ("gone.jsonl", None, "no such file"),
+    "no such folder": ("gone/", None, "no such file"),
     "an unknown kind": ("train.xlsx", b"PK", "its name must end in .jsonl, .ndjson, .json, .csv"),
     "a packed file": ("train.jsonl.gz", b"\x1f\x8b", "unpack it first"),
     "an empty file": ("train.jsonl", b"", "holds no records"),

@@ -222,7 +222,7 @@ def test_records_after_the_first_are_looked_at(tmp_path, monkeypatch):
 def test_a_whole_solution_without_a_box_is_no_answer(tmp_path, monkeypatch, kind):
     solution = "We add the numbers one by one and look at what is left of them.\n\n" * 5
     (line,) = told(tmp_path, monkeypatch, "1", f"reward.type={kind}", late=solution)
-    assert f"{len(solution)} characters) is no answer but a whole text: end it with \\boxed" in line
+    assert f"{len(solution)} characters) is a whole text, not an answer: end it with \\boxed" in line
     for ending in (r"So it is $\boxed5$.", r"So it is \boxed{5}.", "#### 5"):
         assert told(tmp_path, monkeypatch, "1", f"reward.type={kind}", late=solution + ending) == []
     assert told(tmp_path, monkeypatch, "1", "reward.type=exact", late=solution) == []

@@ -71,11 +71,11 @@ def test_a_bad_record_is_refused_with_file_number_and_field(tmp_path, monkeypatc
         (["data.prompt_key=query"], "record 1: no field 'query' (data.prompt_key); it has the fields question, answer"),
         (["data.answer_key=gold"], "record 1: no field 'gold' (data.answer_key); it has the fields question, answer"),
         (["data.answer_key=answer.text"], "no field 'answer.text'"),
-        (["data.path=7"], "data.path=7: there is no such file"),
+        (["data.path=7"], "data.path=7: no such file"),
         (["data.path=[]"], "data.path=[] must be a path"),
         (["data.weights=[1,2]"], "data.weights=[1.0, 2.0] must be 1 positive numbers"),
         (["data.test_ratio=1.5"], "data.test_ratio=1.5 must be less than 1. Share that is held out"),
-        (["data.test_path=gone.jsonl"], "data.test_path=gone.jsonl: there is no such file"),
+        (["data.test_path=gone.jsonl"], "data.test_path=gone.jsonl: no such file"),
         (["env.path=null"], "nothing says how answers are scored"),
     ],
 )

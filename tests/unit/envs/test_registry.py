@@ -270,7 +270,7 @@ def test_a_broken_file_is_explained_by_its_own_line(write, text, said):
 
 
 def test_a_missing_file_and_a_file_that_is_not_python_are_named(write):
-    with pytest.raises(TaskError, match="there is no such file"):
+    with pytest.raises(TaskError, match="no such file"):
         load_task("", path="nowhere/my_task.py")
     with pytest.raises(TaskError, match="must end in .py"):
         load_task("", path=write("hello", "notes.txt"))

@@ -99,5 +99,5 @@ def test_bad_options_are_refused(tmp_path) -> None:
             load_task("", path=WORLD, options=options)
     with pytest.raises(StreamrlError, match="no option 'num_people'"):
         file_task(tmp_path, "env.options.num_people=30")
-    with pytest.raises(StreamrlError, match="give env.tool_use.documents=FILE"):
+    with pytest.raises(StreamrlError, match="set env.tool_use.documents=FILE"):
         file_task(tmp_path, "env.tool_use.documents=null")

@@ -63,4 +63,4 @@ def test_a_full_disk_under_the_status_does_not_end_the_hub(tmp_path, caplog):
             assert time.monotonic() < deadline
             hub.link.refresh_status()
 
-    assert "the run goes on" in caplog.text and "No space left" in caplog.text
+    assert "the run continues" in caplog.text and "No space left" in caplog.text

@@ -194,8 +194,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda folder: tensors(folder, lambda found: {**found, HEAD: other(found[EMBEDDING])}),
         "ties lm_head.weight to model.embed_tokens.weight .* tie_word_embeddings to false",
     ),
-    "adapter beside": (adapter, "an adapter .* beside whole weights"),
-    "adapter alone": (adapter_alone, "is an adapter in peft's form and no whole model"),
+    "adapter beside": (adapter, "an adapter .* next to full weights"),
+    "adapter alone": (adapter_alone, "is an adapter in peft's format, not a whole model"),
     "FP8 blocks": (fp8, r"quantized weights \(fp8\)"),
     "FP8 blocks that the configuration does not tell": (
         lambda folder: fp8(folder, declared=False), r"quantized weights \(F8_E4M3, as model\S+ is stored\)"

@@ -189,7 +189,7 @@ def test_the_block_mask_of_flex_attention_shows_what_blocks_show(layout, rule, s
     ("name", "device", "dtype", "message"),
     [
         ("flash", CPU, torch.float32, "is unknown: choose one of auto, sdpa, flex_attention, varlen"),
-        ("flex_attention", CPU, torch.float32, "needs a CUDA device and this is cpu"),
+        ("flex_attention", CPU, torch.float32, "needs a CUDA device but this is cpu"),
         ("varlen", CUDA, torch.float32, "computes in half precision only and the policy's type is torch.float32"),
         ("flash_attention_2", CUDA, torch.bfloat16, "needs the package flash_attn, which is not installed"),
         ("flash_attention_3", CUDA, torch.float16, "needs the package flash_attn_interface, which is not installed"),

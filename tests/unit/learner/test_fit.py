@@ -183,8 +183,8 @@ def test_a_name_without_a_configuration_is_refused_with_the_known_ones():
 
 
 def test_a_name_that_is_not_here_is_one_sentence_without_a_hub(tmp_path):
-    with pytest.raises(ConfigError, match="^meta-llama/x: it is no folder here and not in the cache of the model hub, "
-                       "which cannot be reached from here. Give a folder") as caught:
+    with pytest.raises(ConfigError, match="^meta-llama/x: it is neither a folder here nor in the cache of the model "
+                       "hub, which cannot be reached from here. Give a folder") as caught:
         config_of_model("meta-llama/x")
     assert "://" not in str(caught.value)
     (tmp_path / "config.json").write_text("[]")

@@ -70,7 +70,7 @@ MISTAKES = {
     "name of a model elsewhere": ([QUICKSTART, "model=x"], "did you mean `policy.model_path`?"),
     "LoRA": ([QUICKSTART, "lora.rank=8"], "did you mean `policy.lora.rank`?"),
     "a task file as a word": (["my_task.py"], "Did you mean env.path=my_task.py?"),
-    "a missing settings file": (["my.yaml"], "my.yaml: there is no such settings file"),
+    "a missing settings file": (["my.yaml"], "my.yaml: no such settings file"),
     # values
     "a list that is not closed": ([QUICKSTART, "publish.transports=[shm"], "cannot be read: a list is"),
     "several values without -m": ([QUICKSTART, "staleness.eta=0,4"], "streamrl launch -m staleness.eta=0,4"),
@@ -132,7 +132,7 @@ MISTAKES = {
     "unknown transport": ([QUICKSTART, "publish.transports=[ftp,zmq]"], "unknown transports ['ftp']: choose from"),
     "unknown schedule": ([QUICKSTART, "policy.scheduler.name=cosine"], "cosine_with_min_lr"),
     # the task
-    "missing task file": ([QUICKSTART, "env.path=no_task.py"], "no_task.py': there is no such file"),
+    "missing task file": ([QUICKSTART, "env.path=no_task.py"], "no_task.py': no such file"),
     "data in place of a task": ([QUICKSTART, "env.path=data.jsonl"], "its name must end in .py"),
     "unknown task": ([QUICKSTART, "env.name=string.revers"], "Did you mean string.reverse"),
     "own task that is not there": ([QUICKSTART, "env.name=my_package.tasks:Mine"], "cannot import 'my_package'"),
@@ -174,13 +174,13 @@ MISTAKES = {
     "a file as the model": (["policy.model_path=broken.py"], "holds no config.json"),
     "a model that was not made": (
         ["experiment=smollm2"],
-        "policy.model_path=models/smollm2-135m: there is no such folder (looked in {folder}): run `make smollm2`",
+        "policy.model_path=models/smollm2-135m: no such folder (looked in {folder}): run `make smollm2`",
     ),
     "a path under models": (
-        ["policy.model_path=models/mine"], "=models/mine: there is no such folder (looked in {folder})",
+        ["policy.model_path=models/mine"], "=models/mine: no such folder (looked in {folder})",
     ),
-    "a relative path": (["policy.model_path=./mine"], "=./mine: there is no such folder (looked in {folder})"),
-    "an absolute path": (["policy.model_path=/no/model"], "=/no/model: there is no such folder"),
+    "a relative path": (["policy.model_path=./mine"], "=./mine: no such folder (looked in {folder})"),
+    "an absolute path": (["policy.model_path=/no/model"], "=/no/model: no such folder"),
     "a model of the hub": (
         ["policy.model_path=Qwen/Qwen2.5-0.5B-Instruct"],
         "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct on a machine that can",
@@ -282,8 +282,8 @@ def test_heads_that_tensor_parallelism_cannot_divide_are_refused(folder, heads, 
 @pytest.mark.parametrize("setting", ["distill.teacher", "policy.model_path", "reference.model_path"])
 @pytest.mark.parametrize(("name", "says"), [
     ("runs/none@9", "no such run: 'runs/none' .*runs/ has one-1"), ("none@best", "no such run: 'none'"),
-    ("none@best:hard", "no such run: 'none'"), ("owner/model@main", "there is no such folder"),
-    ("runs/none", "there is no such folder"), ("a b/c", "cannot be a name of the model hub"),
+    ("none@best:hard", "no such run: 'none'"), ("owner/model@main", "no such folder"),
+    ("runs/none", "no such folder"), ("a b/c", "cannot be a name of the model hub"),
 ])
 def test_what_is_no_run_no_folder_and_no_name_of_the_hub_is_one_sentence(folder, monkeypatch, setting, name, says):
     monkeypatch.chdir(folder)
@@ -316,7 +316,7 @@ def test_a_model_in_the_cache_of_the_hub_is_taken_by_its_name(folder, tmp_path, 
     ("words", "said"),
     [
         (["run.dir=taken"], "already holds a run: add checkpoint.resume=true"),
-        (["checkpoint.resume=true"], "there is no run quickstart-*"),
+        (["checkpoint.resume=true"], "no run quickstart-*"),
     ],
 )
 def test_a_directory_that_cannot_be_used_is_refused_before_the_settings_are_checked(folder, monkeypatch, words, said):

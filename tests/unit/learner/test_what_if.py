@@ -28,8 +28,8 @@ def test_a_fork_has_another_algorithm_and_else_the_runs_settings(run_dir):
 
 @pytest.mark.parametrize(("words", "message"), [
     ([], "no setting is changed"), (["algorithm=vespa"], "algorithm=vespa is unknown: Did you mean vespo"),
-    (["filter.zero_std=false"], "another stream than the recorded one"),
-    (["learner.num_epochs=2"], "another stream than the recorded one"),
+    (["filter.zero_std=false"], "a stream unlike the recorded one"),
+    (["learner.num_epochs=2"], "a stream unlike the recorded one"),
 ])
 def test_what_no_fork_can_have_is_refused(run_dir, words, message):
     with pytest.raises(ConfigError, match=message):

@@ -28,7 +28,7 @@ def test_a_listed_key_wins_over_its_family_and_others_fall_into_it():
 def test_a_malformed_member_of_a_family_is_unknown(key):
     with pytest.raises(KeyError, match=r"Unknown metric.*names\.py"):
         lookup(key)
-    with pytest.raises(KeyError, match="not a family of metrics; there are: reward"):
+    with pytest.raises(KeyError, match="not a family of metrics; choose from reward"):
         member("policy", "loss")
 
 

@@ -96,11 +96,11 @@ def test_a_wait_is_named_only_once_it_is_long_or_before_the_first_step():
     assert "step 0/40" in text and "left" not in text and "waiting: the first actor" in text
 
     state.update(row(1))
-    state.update({**STATUS, "waiting_for": "3 of 16 groups are there"})
+    state.update({**STATUS, "waiting_for": "3 of 16 groups have arrived"})
     state.now = 102.0
     assert state.phase == "training"
     state.now = 104.0
-    assert state.phase == "waiting: 3 of 16 groups are there"
+    assert state.phase == "waiting: 3 of 16 groups have arrived"
     state.update(row(2))
     assert state.phase == "training"
 

@@ -111,7 +111,7 @@ def test_parquet_has_a_row_for_each_answer(run_dir, capsys):
     answers = [(row["group_id"], row["member"], row["reward"]) for row in table]
     assert answers == [(1, 0, 0.0), (1, 1, 1.0), (4, 0, 0.25)]
     assert table[2]["versions"] == [2, -1] and table[0]["prompt"] is None
-    assert "no tokenizer is at hand" in capsys.readouterr().err
+    assert "no tokenizer was found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["new/out.parquet", "new/out.json", "new"])
@@ -154,7 +154,7 @@ def test_a_run_that_keeps_no_log_says_so(verb, tmp_path):
 
 
 def test_the_texts_of_groups_are_printed_and_steer_no_terminal(run_dir, capsys):
-    with pytest.raises(ControlError, match="no tokenizer of .* is at hand"):
+    with pytest.raises(ControlError, match="no tokenizer of .* was found"):
         stream([str(run_dir), "--text"])
     tokenizer = Tokenizer(WordLevel({f"w{number}\x1b[2J": number for number in range(64)}, "w0\x1b[2J"))
     (run_dir / "model").mkdir()

@@ -131,7 +131,7 @@ def test_a_resumed_grid_does_only_what_is_left(here, capfd):
         (["sweep.sampler=tpe", "staleness.eta=0,2", "sweep.metric=wall_s"], "add sweep.pruner=none"),
         (["staleness.eta=0,2", "sweep.metric=eval_score_lost"], "Did you mean eval_score_last"),
         (["staleness.eta=0,2", "run.dir=there"], "run.dir names one directory"),
-        (["sweep.num_trials=2,3"], "sweep.num_trials is of the whole sweep: give it one value"),
+        (["sweep.num_trials=2,3"], "sweep.num_trials applies to the whole sweep: give it one value"),
         (["staleness.eta=0,2", "sweep.num_parallel=2", "hub.bind=tcp://127.0.0.1:5601"], "hub.bind fixes port 5601"),
         (["policy.optimizer.lr=-1,-2"], "policy.optimizer.lr=-1 must be greater than 0"),
         (["staleness.eta=0,2", "checkpoint.resume=true", "sweep.dir=null"], "add sweep.dir=..."),

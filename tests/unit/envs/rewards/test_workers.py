@@ -56,8 +56,8 @@ def test_a_worker_that_cannot_start_says_why() -> None:
 
 
 @pytest.mark.parametrize(("does", "says"), [
-    ("print('no JSON', flush=True)", "wrote a line that is no answer.*: b'no JSON'"),
-    ("print(5, flush=True)", "wrote a line that is no answer.*: b'5'"),
+    ("print('no JSON', flush=True)", "printed a line that is not an answer.*: b'no JSON'"),
+    ("print(5, flush=True)", "printed a line that is not an answer.*: b'5'"),
     ("os.close(1)", "ended with status -9"),
     ("", "did not answer in time"),
 ])

@@ -95,7 +95,7 @@ def test_a_level_that_is_none_is_refused() -> None:
 def test_without_bubblewrap_level_two_is_refused_and_auto_is_level_one(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     find = find_isolation.__wrapped__  # without its memory of what was found with another path
-    with pytest.raises(TaskError, match="there is no program bwrap. Level 2 needs the package bubblewrap"):
+    with pytest.raises(TaskError, match="bwrap is not installed. Level 2 needs the package bubblewrap"):
         find("2")
     assert find("auto").level == 1
 

@@ -392,9 +392,9 @@ def test_tools_are_described_unless_turned_off() -> None:
         (["env.tools=[calculator]", "env.max_turns=1"], "a call takes one turn and the answer another"),
         (["env.tools=[calculater]"], "env.tools=calculater is unknown. Did you mean calculator?"),
         (["env.tools=[calculator,calculator]"], "gives one name to several tools"),
-        (["env.tools=[pathlib:Path]"], "pathlib:Path is no tool"),
-        (["env.tools=[search]"], "give env.tool_use.documents=FILE"),
-        (["env.tools=[search]", "env.tool_use.documents=nowhere.jsonl"], "there is no such file"),
+        (["env.tools=[pathlib:Path]"], "pathlib:Path is not a tool"),
+        (["env.tools=[search]"], "set env.tool_use.documents=FILE"),
+        (["env.tools=[search]", "env.tool_use.documents=nowhere.jsonl"], "no such file"),
         (["env.tools=[calculator]", "env.tool_use.parser=xml"], "env.tool_use.parser=xml is unknown"),
     ],
 )

@@ -40,7 +40,7 @@ def test_a_run_in_which_no_step_returns_stops_soon_after_the_first_that_is_given
 
     calls.beat("a", stats(hung=4), 30.5 + LAST_CHANCE_S)
 
-    assert calls.fatal.startswith("every call of the environment of task judge.py hangs, the run stops: 8 were given")
+    assert calls.fatal.startswith("every call of the environment of task judge.py hangs, so the run stops: 8 timed out")
     assert said == [calls.fatal]
 
 

@@ -65,6 +65,6 @@ def test_a_wait_says_how_many_groups_its_filter_dropped_since_the_last_batch(kee
         actor.finish(lease, rewards=[0.0, 0.0])
         num += 1
 
-    assert f"0 of 1 groups are there, 3 more were dropped by filter.{setting}; " in ledger.wait_reason(0.0)
+    assert f"0 of 1 groups have arrived, 3 more were dropped by filter.{setting}; " in ledger.wait_reason(0.0)
     ledger.cutter.counts_at_cut = ledger.counts.copy()
     assert "dropped" not in ledger.wait_reason(0.0)

@@ -134,6 +134,6 @@ def test_a_bit_that_flipped_in_memory_is_found_named_and_healed(live, caplog):
     actor.look()
 
     until(lambda: health_metrics(hub)["num_probe_failures"] == 1 and health_metrics(hub)["num_quarantined"] == 0)
-    assert "bucket 0 of 1 is not what was published: model.norm.weight differs from element 3 on" in caplog.text
+    assert "0 of 1 does not match the published weights: model.norm.weight differs from element 3 on" in caplog.text
     before = accepted(hub)
     until(lambda: accepted(hub) > before)

@@ -176,7 +176,7 @@ def test_a_forced_lag_holds_the_last_batches_back_no_longer_than_there_are_group
     for lease in leases[:-1]:
         actor.finish(lease)
     assert len(leases) == 6 and ledger.cut_batch(0) is None
-    assert "5 of 6 groups are there" in ledger.wait_reason(0.0)
+    assert "5 of 6 groups have arrived" in ledger.wait_reason(0.0)
     actor.finish(leases[-1])
     assert ledger.cut_batch(0) and ledger.cut_batch(1) is None  # nothing ahead: version 1 has generated nothing yet
     end_batch(ledger, 1)

@@ -143,10 +143,10 @@ def test_every_rank_has_a_sentence_that_says_for_whom_it_waits():
         beat(1, "wait", num_collectives=6), beat(2, "optimizer", num_collectives=7),
     )
 
-    told = dict(watch.sentences(0.5, "3 of 8 groups are there"))
+    told = dict(watch.sentences(0.5, "3 of 8 groups have arrived"))
 
     assert told["learner rank 0"] == "waits for rank 1 in all_reduce (pack), 2.0 s so far"
-    assert told["learner rank 1"] == "waits for a batch, 1.5 s so far: 3 of 8 groups are there"
+    assert told["learner rank 1"] == "waits for a batch, 1.5 s so far: 3 of 8 groups have arrived"
     assert told["learner rank 2"] == "is in optimizer, 1.5 s so far"
     assert "has been silent for 9 s; it was in optimizer" in dict(watch.sentences(9.0, ""))["learner rank 2"]
 
