@@ -124,7 +124,7 @@ class Launcher:
         if code != 0:
             self._caller.say(f"\n{printable_lines(self._why_it_failed(code))}", error=True)
             if (self.run_dir / "LATEST").exists():
-                self._caller.say(f"Go on from its newest checkpoint with:\n  {self._resume()}", error=True)
+                self._caller.say(f"Resume from its newest checkpoint with:\n  {self._resume()}", error=True)
         return code
 
     @contextmanager
@@ -220,8 +220,8 @@ class Launcher:
             return False
         where = self._restarts.newest() or "version 0: there is no checkpoint yet"
         self._caller.say(
-            f"\n{printable_lines(cause)}\nThe learner is started again, from {where}; what the log has after it is "
-            "trained again.", error=True,
+            f"\n{printable_lines(cause)}\nThe learner is started again, from {where}; the batches after it in the log "
+            "are trained again.", error=True,
         )
         assert self._learner is not None
         self._learner.close_input()
@@ -275,11 +275,11 @@ class Launcher:
             return {"processes": self._actors.sentences(now), "learner": self._learner.sentence(now),
                     "will_keep": will_keep}
         if request["verb"] != "scale":
-            raise ControlError(f"this launcher does not know {request['verb']!r}: it is of another release")
+            raise ControlError(f"this launcher does not know {request['verb']!r}: it is from another release")
         num, most = request.get("num_actors"), len(self._placement.actors) or MAX_ACTORS
         if not isinstance(num, int) or not 0 <= num <= most:
             why = " that have a GPU" if self._placement.actors else ""
-            raise ControlError(f"a run can have 0 to {most} actors of its launcher{why}, not {num!r}")
+            raise ControlError(f"the launcher can run 0 to {most} actors{why}, not {num!r}")
         if self._endpoint is None:
             raise ControlError("the learner is still starting: scale the run once its hub listens")
         started, leaving = self._actors.scale(num, now)
@@ -292,7 +292,7 @@ class Launcher:
             ask(read_object(self.run_dir / "hub.json"), "the hub", timeout_s=2.0, verb="drain", actor=name,
                 within_s=within_s)
         except ControlError as error:
-            log.info("%s is stopped without finishing: %s", name, error)
+            log.info("%s was stopped before it finished: %s", name, error)
             return False
         return True
 

@@ -175,7 +175,7 @@ def _open(path: str, shape: RecordShape, on_bad: OnBadRecord, setting: str) -> _
         good[index] = False
         errors.append(str(prompt))
     if errors:
-        log.warning("%s: %d of %d records are passed over: %s%s", source.name, len(errors), len(source),
+        log.warning("%s: %d of %d records were skipped: %s%s", source.name, len(errors), len(source),
                     " | ".join(errors[:NUM_NAMED]), " | ..." if len(errors) > NUM_NAMED else "")
     if not good.any():
         raise TaskError(f"{setting}={path}: no record can be used: name another file. The first: {errors[0]}")

@@ -169,7 +169,7 @@ def checkpoint_at(run_dir: Path | str, version: int) -> Checkpoint | None:
         try:
             return _open(found[one], check_files=True)
         except CheckpointError as error:
-            log.warning("%s is damaged and passed over: %s", found[one].name, error)
+            log.warning("%s is damaged and skipped: %s", found[one].name, error)
     return None
 
 
@@ -233,7 +233,7 @@ def _newest_good(run_dir: Path) -> Checkpoint | None:
         try:
             return _open(path, check_files=True)
         except CheckpointError as error:
-            log.warning("%s is damaged and passed over: %s", path.name, error)
+            log.warning("%s is damaged and skipped: %s", path.name, error)
     if not candidates:
         return None
     raise CheckpointError(

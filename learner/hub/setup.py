@@ -79,7 +79,7 @@ def _eval_record(task: Task, index: int) -> bytes | None:
     try:
         return record_of(task, "test", index)
     except TaskError as error:
-        _limited_log.warning("this record is passed over: %s", error)
+        _limited_log.warning("this record is skipped: %s", error)
         return None
 
 

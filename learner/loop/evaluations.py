@@ -57,7 +57,7 @@ class Evaluations:
                 if result.failure:
                     on = f" on {result.dataset}" if result.dataset else ""
                     raise TaskError(f"no prompt of the evaluation of version {result.version}{on} could be scored, "
-                                    f"the run stops: {result.failure}")
+                                    f"so the run stops: {result.failure}")
                 self._recorder.evaluated(result, settings[result.dataset])
                 self._samples.evaluated(result)
         self._hub.evals.clear()

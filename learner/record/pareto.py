@@ -46,7 +46,7 @@ class ParetoArchive:
         needed = {"version", *self._signs}
         if isinstance(found, list) and all(isinstance(one, dict) and needed <= one.keys() for one in found):
             return found
-        log.warning("%s is damaged or of other components: the front begins again", self._path)
+        log.warning("%s is damaged or has other components: the front starts over", self._path)
         return []
 
     def add(self, version: int, scores: Mapping[str, float]) -> dict[str, float]:

@@ -80,7 +80,7 @@ class Recorder:
         name = f" on {result.dataset}" if result.dataset else ""
         if result.num_unanswered:
             log.warning(
-                "evaluation of version %d%s: %d answers were not waited for, newer versions had waited for "
+                "evaluation of version %d%s: %d answers were skipped, because newer versions had waited for "
                 "eval.pin_s=%g; raise it, or ask fewer prompts", result.version, name, result.num_unanswered,
                 settings.pin_s,
             )

@@ -117,8 +117,8 @@ def recover(
                 unrecorded.append((trainer.step, one.trained))
             if ranks.maximum(float(stopped())):
                 raise StreamrlError(
-                    f"stopped at version {trainer.version}, while the log was trained again: streamrl resume begins "
-                    "there once more"
+                    f"stopped at version {trainer.version}, while the log was trained again: streamrl resume starts "
+                    "there again"
                 )
     for text in differences[:1]:
         log.warning("%s from what the run published: its history goes on under a new epoch", text)

@@ -124,7 +124,7 @@ def messages(record: RunRecord) -> str:
         out.append(("warning", f"Left out, because damaged: {in_short(record.damaged)}."))
     summary = record.summary
     if summary and summary.stopped.startswith("pruned"):
-        out.append(("", f"A search stopped this run, because others did better: {summary.stopped}."))
+        out.append(("", f"The search stopped this run because others did better: {summary.stopped}."))
     if summary and summary.num_lag_violations:
         out.append(("warning", f"{summary.num_lag_violations} trajectories were trained on beyond the lag bound."))
     failed = int(max([0, *record.series("hub/num_episodes_failed")[1]]))

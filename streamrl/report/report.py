@@ -164,7 +164,7 @@ SECTIONS: Mapping[str, Sequence[Callable[[RunRecord], Chart | None]]] = {
     ),
     "Optimization": (
         Lines("Gradient norm", "norm", {"policy/grad_norm": "policy", "critic/grad_norm": "critic"}, from_zero=True),
-        Lines("Gradient along that of the step before", "cosine", {"policy/grad_cosine": "policy"}),
+        Lines("Gradient along the previous step's", "cosine", {"policy/grad_cosine": "policy"}),
         Lines("Entropy", "nats", {"entropy/mean": "policy"}, from_zero=True),
         Lines("Learning rate", "rate", {"policy/lr": "policy"}, smoothed=False, from_zero=True),
         Lines("Clipped tokens", "fraction", {"clip/positive": "positive advantage",

@@ -82,7 +82,7 @@ def what_if_page(run: str, first: int, forks: Sequence[Fork]) -> str:
     figures = "".join(chart.html() for chart in charts if chart)
     header = ["version", "reward", *(f"{fork.name}: {name}" for fork in forks for name in COLUMNS)]
     rows = [[version, reward, *cells] for version, reward, cells in _rows(forks, tuple(COLUMNS))]
-    said = table(["fork", "what came of it"], [[escape(fork.name), escape(_how(fork))] for fork in forks])
+    said = table(["fork", "outcome"], [[escape(fork.name), escape(_how(fork))] for fork in forks])
     note = (
         "<p>Every fork trains on the same recorded batches, so the rewards are the run's own; what a fork would have "
         "generated, and how it would have scored, is unknown.</p>"

@@ -98,10 +98,10 @@ class ActorPool:
             if actor.given_up:
                 what = f"was given up after {actor.num_restarts} restarts: see {actor.log_path}"
             elif actor.restart_at is not None and actor.poll() is not None:
-                what = f"has died and is started again in {max(0.0, actor.restart_at - now):.1f} s"
+                what = f"died and restarts in {max(0.0, actor.restart_at - now):.1f} s"
             else:
-                what = (f"runs for {now - actor.started_at:.0f} s as process {actor.pid} and is not connected: "
-                        f"it loads its libraries, or cannot reach the hub (see {actor.log_path})")
+                what = (f"has run for {now - actor.started_at:.0f} s as process {actor.pid} and is not connected: "
+                        f"it is still loading, or cannot reach the hub (see {actor.log_path})")
             told.append((actor.name, what))
         return told + [(one.child.name, "is leaving") for one in self._leaving]
 

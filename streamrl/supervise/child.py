@@ -52,7 +52,7 @@ class Supervised(Child):
     def sentence(self, now: float) -> str:
         """Describe the process without asking it; `now` in monotonic seconds."""
         stopped = " and is stopped (SIGSTOP)" if is_stopped(self.pid) else ""
-        return (f"runs for {now - self.started_at:.0f} s as process {self.pid}{stopped}, with "
+        return (f"has run for {now - self.started_at:.0f} s as process {self.pid}{stopped}, with "
                 f"{processor_s(self.pid):.0f} s of processor time (see {self.log_path})")
 
 

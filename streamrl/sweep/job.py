@@ -142,6 +142,6 @@ class JobProcess(Child):
 
 def _last_line(path: Path) -> str:
     lines = [line.strip() for line in text_of(path).splitlines() if line.strip()]
-    if lines[-2:-1] and lines[-2].startswith("Go on from its newest checkpoint"):  # how to resume is no reason
+    if lines[-2:-1] and lines[-2].startswith("Resume from its newest checkpoint"):  # how to resume is no reason
         lines = lines[:-2]
     return lines[-1] if lines else ""

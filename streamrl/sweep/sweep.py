@@ -129,7 +129,7 @@ def _check(config: Config, objective: Objective, words: SweepWords) -> None:
         raise ConfigError("run.dir names one directory, and each run of a sweep has its own: use sweep.dir=...")
     subdir = sweep.subdir or "{num}"
     if "/" in subdir or not ("{num}" in subdir or "{overrides}" in subdir):
-        raise ConfigError(f"sweep.subdir={subdir} must name another directory for each run, e.g. run-{{num}}")
+        raise ConfigError(f"sweep.subdir={subdir} must name a different directory for each run, e.g. run-{{num}}")
     ports = {"hub.bind": config.hub.bind.rpartition(":")[2], "hub.weights_port": str(config.hub.weights_port)}
     fixed = [name for name, port in ports.items() if port != "0"]
     if sweep.num_parallel > 1 and fixed:

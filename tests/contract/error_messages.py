@@ -159,7 +159,7 @@ def _code(text: str) -> str:
 REMEDIES: dict[str, str] = {
     "env.tasks.…: …": "it goes on with the error of that task's own settings",
     # commands for a run
-    "it is of another release": "use the release that the run was started with",
+    "it is from another release": "use the release that the run was started with",
     ", not …": "a smaller number",
     "scale the run once its hub listens": "try again in a moment",
     "it is of an older release": "use the release that the run was started with",
@@ -295,7 +295,7 @@ REMEDIES: dict[str, str] = {
     "… cannot be read: …": "the checkpoint is damaged: the newest good one is taken by itself",
     # processes
     "The run ended with status": "the last lines of the log that it names have the reason",
-    "could be scored, the run stops": "[the environment fails](troubleshooting.md#the-environment-fails)",
+    "could be scored, so the run stops": "[the environment fails](troubleshooting.md#the-environment-fails)",
     "cannot bind": "name an address of this machine: `tcp://127.0.0.1:0` always works",
     "the check of the settings ended with status": "a bug: please report it with the lines that follow",
     "(learner.stall_fail_s=…)": "[nothing arrives](troubleshooting.md#the-run-stands-still)",

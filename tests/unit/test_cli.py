@@ -199,7 +199,7 @@ def test_a_killed_run_leaves_a_report_the_way_to_go_on_and_its_place_in_the_inde
     code, out, err = streamrl("launch", "experiment=quickstart", "run.name=mine")
 
     assert code == -9
-    assert "its last words\nGo on from its newest checkpoint with:\n" in err, "no lines of steps"
+    assert "its last words\nResume from its newest checkpoint with:\n" in err, "no lines of steps"
     assert err.rstrip().endswith("\n  streamrl resume mine-001")
     assert out.splitlines()[-1].split() == ["report", "runs/mine-001/report.html"]
     report = (here / "runs" / "mine-001" / "report.html").read_text()

@@ -49,7 +49,7 @@ def test_state_and_processor_time_of_a_process(child):
 
 
 def test_the_sentence_of_a_process_says_that_it_is_stopped(child):
-    assert f"runs for 7 s as process {child.pid}, with " in child.sentence(child.started_at + 7.0)
+    assert f"has run for 7 s as process {child.pid}, with " in child.sentence(child.started_at + 7.0)
     stop(child.pid)
     assert f"as process {child.pid} and is stopped (SIGSTOP), with " in child.sentence(time.monotonic())
 

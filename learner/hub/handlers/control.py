@@ -29,7 +29,7 @@ class ControlHandler:
         """Answer a request. Raises ControlError for what cannot be done."""
         verb = self._verbs.get(request["verb"])
         if verb is None:
-            raise ControlError(f"this hub does not know {request['verb']!r}: it is of another release")
+            raise ControlError(f"this hub does not know {request['verb']!r}: it is from another release")
         return verb(request)
 
     def _status(self, _request: Mapping[str, Any]) -> Mapping[str, Any]:

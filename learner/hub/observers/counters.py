@@ -237,7 +237,7 @@ class EpisodeFailures(Observer):
         self._check_share()
         under_way = num_open * max(num_failed, len(group.members))
         if self._num_failed >= max(NUM_FIRST, 2 * under_way) and not self._any_came and not self.fatal:
-            self.fatal = f"all of the first {self._num_failed} episodes failed, the run stops: {self.last}"
+            self.fatal = f"all of the first {self._num_failed} episodes failed, so the run stops: {self.last}"
             self._notify(self.fatal)
 
     def _handed_back(self, reason: ReturnReason, detail: str, num_open: int) -> None:
@@ -245,13 +245,13 @@ class EpisodeFailures(Observer):
         self.last = detail
         self._num_unusable += reason in FAULTS_OF_PROMPT
         if self._num_unusable >= max(NUM_FIRST, 2 * num_open) and not self._any_came and not self.fatal:
-            self.fatal = f"all of the first {self._num_unusable} prompts came back, the run stops: {detail}"
+            self.fatal = f"all of the first {self._num_unusable} prompts came back, so the run stops: {detail}"
             self._notify(self.fatal)
         if reason not in self._reported:
             self._reported.add(reason)
             self._notify(f"a lease came back ({reason.name.lower()}): {detail}")
         if self._stop_at_long_prompt and reason == ReturnReason.TOO_LONG and not self.fatal:
-            self.fatal = f"data.prompt_overflow=error, the run stops: {detail}"
+            self.fatal = f"data.prompt_overflow=error, so the run stops: {detail}"
             self._notify(self.fatal)
 
     def _check_share(self) -> None:

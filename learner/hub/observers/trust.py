@@ -256,7 +256,7 @@ class ActorTrust(Observer):
         mine, _ = self._records[found.actor_id].values[name].summary
         others = mine - found.mean + found.others
         return (f"{measure.words} is {measure.show(mine):.3g}, with the other actors {measure.show(others):.3g}: "
-                f"{found.errors:.1f} standard errors, allowed are {self._limit:g} (trust.outlier_errors)")
+                f"{found.errors:.1f} standard errors, more than {self._limit:g} (trust.outlier_errors)")
 
     def _disagreements(self) -> dict[str, str]:
         """Find actors that audits speak against; none where that is most of them: then it is the learner, or all.
@@ -280,14 +280,14 @@ class ActorTrust(Observer):
         if self._audits and num_tokens >= NUM_LEAST_TOKENS:
             if not mean <= self._tolerance:
                 return (f"its log-probs differ from the learner's, under the versions that its tokens name, by "
-                        f"{mean:.3g} nats in the mean of {num_tokens} tokens, allowed are {self._tolerance:g} "
+                        f"{mean:.3g} nats on average over {num_tokens} tokens, more than {self._tolerance:g} "
                         "(publish.probe_tolerance)")
         num_drawn = sum(one.num_drawn for one in record.audited)
         if self._audits and record.draws_by_seed and num_drawn >= NUM_LEAST_TOKENS:
             share = sum(one.num_other for one in record.audited) / num_drawn
             if share > MAX_OTHER_DRAWS:
                 return (f"{share:.0%} of {num_drawn} audited tokens are not what their seeds draw from the policy, "
-                        f"allowed are {MAX_OTHER_DRAWS:.0%}")
+                        f"more than {MAX_OTHER_DRAWS:.0%}")
         return ""
 
     def _shut(self, actor_id: str, record: ActorRecord, cause: str) -> None:

@@ -204,7 +204,7 @@ def test_settings_without_a_model_are_shown_as_they_are(typed, line):
     ("-m staleness.eta=0,1 hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
     ("-m staleness.eta=0,1 hydra.sweeper.sampler.seed=3", "run.seed"),
     ("-m staleness.eta=0,1 hydra.sweeper.study_name=x", "take sweep.dir"),
-    (f"-m {QUICK} staleness.eta=0,1 hydra.sweep.subdir=same", "must name another directory for each run"),
+    (f"-m {QUICK} staleness.eta=0,1 hydra.sweep.subdir=same", "must name a different directory for each run"),
     (f"-m {QUICK} staleness.eta=0,1 hydra.run.dir=x", "use sweep.dir"),
     ("-m hydra.sweeper.max_batch_size=2", "take sweep.num_parallel"), ("~hydra.run.dir", "take run.dir"),
 ])

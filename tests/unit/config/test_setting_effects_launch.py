@@ -222,7 +222,7 @@ def test_a_killed_learner_is_started_again_as_often_as_set(here, capfd, num_max,
     assert len(lives) == num_lives and len(started(here, "actor")) == 1, "the actor goes on"
     assert ["checkpoint.resume=true" in words for words in lives] == [False, *[True] * (num_lives - 1)]
     said = capfd.readouterr().err
-    again = "The learner is started again, from version 0: there is no checkpoint yet; what the log has"
+    again = "The learner is started again, from version 0: there is no checkpoint yet; the batches"
     assert said.count(again) == num_lives - 1
     assert ("killed by SIGKILL" in said) is (num_deaths > 0)
 

@@ -249,7 +249,7 @@ def test_bad_records_are_refused_or_passed_over_by_name(tmp_path, caplog):
     dataset = open_dataset(DataConfig(path=str(path), test_ratio=0, on_bad_record=OnBadRecord.skip))
 
     assert len(dataset.train) == 57
-    assert "3 of 60 records are passed over: a.jsonl, record 4: not JSON" in caplog.text
+    assert "3 of 60 records were skipped: a.jsonl, record 4: not JSON" in caplog.text
     assert "record 6: no prompt" in caplog.text and "record 9: field 'question' is empty" in caplog.text
 
 

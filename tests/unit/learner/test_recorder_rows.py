@@ -91,7 +91,7 @@ def test_an_evaluation_that_was_not_waited_for_says_so_and_without_an_answer_has
     with caplog.at_level(logging.WARNING, "streamrl.learner"):
         recorder.evaluated(result(num_prompts=0, num_unanswered=4, score=math.nan), TWICE)
     row, lines = written()
-    assert "4 answers were not waited for" in caplog.text and "eval.pin_s=1800" in caplog.text
+    assert "4 answers were skipped" in caplog.text and "eval.pin_s=1800" in caplog.text
     assert "eval/score" not in row and lines == []
 
 

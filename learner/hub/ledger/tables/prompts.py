@@ -75,10 +75,10 @@ class PromptStream:
                 self.fatal = f"the run stops: {error}"
             elif self._num_in_a_row >= self._max_in_a_row:
                 self.fatal = (
-                    f"{self._num_in_a_row} records in a row are passed over, the run stops: no other is left, or none "
+                    f"{self._num_in_a_row} records in a row were skipped, so the run stops: none are left, or none "
                     f"could be used from the start. The last: {error}"
                 )
-            self.tell(f"this record is passed over: {error}")
+            self.tell(f"this record is skipped: {error}")
             return None
         self._num_in_a_row, self._max_in_a_row = 0, self.num_records
         return record

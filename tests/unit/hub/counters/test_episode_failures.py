@@ -61,7 +61,7 @@ def test_a_run_in_which_every_episode_fails_must_stop_with_the_cause():
     assert not failures.fatal
 
     said, failures = told(*[group(0, 4)] * (NUM_FIRST // 4))
-    assert failures.fatal == said[-1] == f"all of the first {NUM_FIRST} episodes failed, the run stops: {CAUSE}"
+    assert failures.fatal == said[-1] == f"all of the first {NUM_FIRST} episodes failed, so the run stops: {CAUSE}"
 
 
 def test_a_single_episode_that_came_through_keeps_the_run_going():
@@ -79,7 +79,7 @@ def test_a_prompt_that_is_too_long_ends_the_run_only_if_asked_for():
     strict = EpisodeFailures(said.append, stop_at_long_prompt=True)
     strict.group(Arrival("a", group(4, 0)))
     strict.group(Arrival("a", too_long()))
-    assert strict.fatal == "data.prompt_overflow=error, the run stops: the prompt has 99 tokens"
+    assert strict.fatal == "data.prompt_overflow=error, so the run stops: the prompt has 99 tokens"
 
 
 def test_a_rising_share_of_failures_is_a_warning_and_a_second_one_only_after_it_has_fallen():
@@ -198,7 +198,7 @@ def test_prompts_that_no_actor_can_take_stop_the_run_with_the_reason():
     back = msgspec.structs.replace(group(0, 1), reason=ReturnReason.TOO_LONG, detail=long, stats={})
     said, failures = told(*[back] * NUM_FIRST)
 
-    assert failures.fatal == f"all of the first {NUM_FIRST} prompts came back, the run stops: {long}"
+    assert failures.fatal == f"all of the first {NUM_FIRST} prompts came back, so the run stops: {long}"
     assert said == [f"a lease came back (too_long): {long}", failures.fatal]
     assert told(group(1, 0), *[back] * NUM_FIRST)[1].fatal == ""
 

@@ -65,7 +65,7 @@ def test_a_pass_without_a_good_record_ends_the_run_and_says_why(num_good: int, n
         ledger.check()
 
     assert num_leases == num_good and num_grants == -(-num_bad // MAX_PASSED_OVER), "the hub works in between"
-    assert ledger.prompts.fatal.startswith(f"{num_bad} records in a row are passed over, the run stops: ")
+    assert ledger.prompts.fatal.startswith(f"{num_bad} records in a row were skipped, so the run stops: ")
     assert ledger.prompts.fatal.endswith(f"record {(num_good + num_bad - 1) % num_records}: broken")
     drawn = ledger.groups.next_id
     assert ledger.grant("a1", 0.0) == [] and ledger.groups.next_id == drawn, "nothing more is burnt"

@@ -105,7 +105,7 @@ def test_an_audit_needs_no_other_actor():
 
     ((name, cause),) = table.steps(NUM_LOOKS, Agreement("a", 0, NUM_LEAST_TOKENS, 0.5))
 
-    assert name == "a" and "by 0.5 nats in the mean of" in cause and "publish.probe_tolerance" in cause
+    assert name == "a" and "by 0.5 nats on average over" in cause and "publish.probe_tolerance" in cause
     assert Table("a").steps(5, Agreement("a", 0, 500, 0.09)) == [], "within the tolerance"
     assert Table("a", outlier_errors=0.0).steps(5, Agreement("a", 0, 500, 0.5)) == [], "nothing is asked for"
     assert len(Table("a", audit_share=0.5).steps(5, Agreement("a", 0, 500, math.nan))) == 1, "a NaN is far, too"
