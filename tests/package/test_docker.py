@@ -31,7 +31,7 @@ def of(image: str, instruction: str) -> list[str]:
 
 def pip_lines(text: str) -> list[str]:
     """Commands of pip, without the options that say how they install."""
-    how = r"\$\(BIN\)/|--quiet |--disable-pip-version-check |--no-cache-dir |-e |dev,"
+    how = r"\$\(BIN\)/|--quiet |--disable-pip-version-check |--no-cache-dir |--no-compile |-e |dev,"
     return [line[line.index(PIP):] for line in re.sub(how, "", text).splitlines() if PIP in line]
 
 
