@@ -88,7 +88,7 @@ def read_run(run_dir: str | os.PathLike[str], *, max_rows: int | None = None) ->
     root = Path(run_dir)
     path = root / "metrics.jsonl"
     if not is_run(root):
-        raise RunNotFoundError(f"{path} does not exist: {root} is no run directory, or its run never started a step.")
+        raise RunNotFoundError(f"{path} does not exist: {root} is not a run directory, or its run never began a step.")
     damaged: list[str] = []
     status, summary = read_object(root / "status.json"), None
     if (root / "summary.json").exists():

@@ -127,7 +127,7 @@ def test_a_wrong_word_is_named(monkeypatch, capsys, words, said):
 
 def test_a_run_without_samples_names_the_settings_that_keep_some(monkeypatch, capsys, tmp_path, run_dir):
     code, _, error = command(monkeypatch, capsys, run_dir, "--step", "9")
-    assert code == 2 and "there are train and eval samples of steps 0 to 3" in error
+    assert code == 2 and "the run has train and eval samples of steps 0 to 3" in error
 
     (run_dir / "samples.jsonl").unlink()
     code, _, error = command(monkeypatch, capsys, run_dir)
