@@ -254,13 +254,13 @@ NOT_HERE: dict[str, str] = {
                            "save memory",
     "offload_model": "actors have GPUs of their own, so what is trained stays on its GPU: reference.offload and "
                      "policy.optimizer.offload move the rest to host memory",
-    "profiling": "every step logs its memory, as system/gpu_allocated_bytes",
+    "profiling": "every step logs its memory in system/gpu_allocated_bytes",
     "normalize_rewards": "rewards stay what the task gives: advantage.scale and advantage.whiten normalize advantages",
     "save_optimizer": "a checkpoint always holds the optimizer: checkpoint.every_steps",
-    "use_infer_server": "actors always are processes of their own: launch.num_actors",
+    "use_infer_server": "actors always run in separate processes: launch.num_actors",
     "eval_save_dir": "results of evaluations are in run.dir, with transcripts of samples.num_per_eval prompts",
     "rollout_save_dir": "every rollout is in the log in run.dir, and samples.num_per_step of them as text",
-    "log_level": "it is the variable STREAMRL_LOG, as STREAMRL_LOG=DEBUG",
+    "log_level": "set the variable STREAMRL_LOG, for example STREAMRL_LOG=DEBUG",
     **dict.fromkeys(
         ("ep_size", "etp_size", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size",
          "expert_model_parallel_size", "expert_tensor_parallel_size"),
@@ -274,14 +274,14 @@ NOT_HERE: dict[str, str] = {
         ("min_temperature", "max_temperature", "group_temperature"),
         "all answers have rollout.train.sampling.temperature",
     ),
-    **dict.fromkeys(("algo", "core_algo"), "algorithm=NAME chooses a recipe, as algorithm=grpo or algorithm=dapo"),
+    **dict.fromkeys(("algo", "core_algo"), "algorithm=NAME chooses a recipe: algorithm=grpo or algorithm=dapo"),
     **dict.fromkeys(
         ("tensor_parallel_size", "tp"),
         "learner.mesh.tensor divides the learner's model, actors.vllm.tensor_parallel_size that of a vLLM engine",
     ),
     **dict.fromkeys(
         ("ray_dir", "master_address", "master_addr", "master_port"),
-        "there is no Ray: actors join the learner by connect=tcp://HOST:PORT, its ranks are started by torchrun",
+        "Ray is not used: actors join the learner with connect=tcp://HOST:PORT, its ranks are started by torchrun",
     ),
     **dict.fromkeys(("clip_eps_min", "clip_eps_max"), "the range is constant: loss.clip_low and loss.clip_high"),
 }
