@@ -334,8 +334,9 @@ def nearest(key: str, names: Set[str]) -> str | None:
     alike = {name for name in names if _close(name.partition(".")[0], [sections[0]])}
     if close := [name for name in _close(_plain(key), alike) if _close(name.rpartition(".")[2], [last])]:
         return close[0]
+    meant = next((_for_sections(parts[part], sections, names) for part in _close(last, parts)), None)
     foreign = sections[0] not in names
-    return next((_for_sections(parts[part], sections, names) for part in _close(last, parts) if foreign), None)
+    return meant if meant is not None and (foreign or meant.rpartition(".")[0] == ".".join(sections)) else None
 
 
 def _plain(key: str) -> str:
