@@ -39,7 +39,7 @@ class StreamrlError(Exception):
 
 
 def install_extra(name: str) -> str:
-    """How to install one of the extras of pyproject.toml, for the error about a package that is missing."""
+    """The command that installs an extra of pyproject.toml, for the error about a missing package."""
     return f"pip install 'streamrl[{name}]' (in a clone: pip install -e '.[{name}]')"
 
 

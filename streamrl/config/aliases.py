@@ -309,7 +309,7 @@ def suggestion(key: str, names: Set[str]) -> str:
 
 
 def done_otherwise(key: str) -> str | None:
-    """How what this name asks for is done here, if there is no setting of it."""
+    """The sentence for a name without a setting: the way to get here what it asks for."""
     return next((NOT_HERE[part] for part in reversed(_plain(key).split(".")) if part in NOT_HERE), None)
 
 

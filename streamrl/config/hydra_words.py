@@ -59,7 +59,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was typed: settings and files as `words`, and what is to be done with them.
+    """A command line: settings and files as `words`, and what is to be done with them.
 
     Attributes:
         shows: print the composed settings, and run nothing.

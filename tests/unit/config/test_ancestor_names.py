@@ -16,7 +16,7 @@ NOTHING = "see `streamrl settings` for every key."
 
 
 def wrong(name: str, answer: str) -> str | None:
-    """What is said to this name, unless it is the answer."""
+    """The answer to this name, unless it is the right one."""
     said = nearest_setting(name)
     if answer == "the same name":
         return None if is_setting(name) else said

@@ -37,7 +37,7 @@ hydra:
 
 @dataclass
 class Done:
-    """What a command would have done: one run, or the jobs of a sweep, and what it printed."""
+    """The effect of a command: one run, or the jobs of a sweep, and what it printed."""
 
     code: int = 0
     run: Config | None = None

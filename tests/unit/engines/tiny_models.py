@@ -129,7 +129,7 @@ def truth_logprobs(model: torch.nn.Module, prompt: Sequence[int], new: Sequence[
 
 
 def assert_logprobs(model: torch.nn.Module, prompt: Sequence[int], generation, temperature: float = 1.0) -> None:
-    """What was recorded while sampling is what a direct pass over prompt and answer gives."""
+    """Assert that a direct pass over prompt and answer gives what was recorded while sampling."""
     expected = truth_logprobs(model, prompt, generation.token_ids, temperature)
     torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-5, rtol=1e-5)
 
