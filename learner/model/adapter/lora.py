@@ -242,8 +242,8 @@ def chosen_layers(model: Any, config: LoraConfig) -> list[str]:
     if not plain:
         kinds = sorted({type(module).__name__ for module in modules.values() if hasattr(module, "weight")})
         raise ConfigError(
-            "policy.lora.rank: this model has no linear layer besides the output layer, and actors add adapters to "
-            f"linear layers only (found {', '.join(kinds)}): leave policy.lora.rank=null to train every weight."
+            "policy.lora.rank: this model has no linear layer beside the output layer, and actors add adapters to no "
+            f"other ({', '.join(kinds)}): leave policy.lora.rank=null to train every weight."
         )
     everything = config.target_modules == ["all-linear"]
     for one in () if everything else config.target_modules:

@@ -50,6 +50,6 @@ def test_what_it_cannot_train_on_is_said(model, tmp_path):
     with pytest.raises(WireError, match="no trajectory"):
         trainer.train([])
     with pytest.raises(ConfigError, match="did you mean"):
-        streamrl.Trainer(model, policy__optimizer__rate=1.0)
+        streamrl.Trainer(model, policy__optimizer__learning_rte=1.0)
     with pytest.raises(ConfigError, match="no such folder"):
         streamrl.Trainer(tmp_path / "nothing")

@@ -237,7 +237,7 @@ def test_the_rate_is_the_optimizers_times_the_scale(tmp_path):
 
 @pytest.mark.parametrize("words, said", [
     (["policy.lora.alpha=8"], "policy.lora.alpha does nothing"),
-    (["policy.lora.rank=8", "policy.lora.target_modules=[all-linear,q_proj]"], "stands alone"),
+    (["policy.lora.rank=8", "policy.lora.target_modules=[all-linear,q_proj]"], "stands for all names"),
     (["policy.lora.rank=8", "policy.lora.target_modules=[]"], "adapts no layer"),
     (["policy.lora.rank=8", "reference.sync_every_steps=3", "reference.model_path=x"], "cannot follow an adapter"),
     (["policy.lora.rank=0"], "policy.lora.rank"),
