@@ -1,4 +1,4 @@
-"""Which correction keeps learning alive on stale data, in the real system? See docs/results/staleness.
+"""A comparison of corrections on stale data in the real system: which one still learns? See docs/results/staleness.
 
 Run: python -m bench.staleness_real [--quick] [--out FOLDER] [--seeds N ...] [--max-cells N] [--table] [--publish]
      python -m bench.staleness_real --arms vtrace impala --lags 24 --rates 3e-4 1e-3 --steps 60 --out FOLDER

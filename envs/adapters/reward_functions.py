@@ -25,7 +25,7 @@ WANTED = 'return a list of {"role": ..., "content": ...}; an empty list ends the
 
 
 class DialogueEnv:
-    """One conversation with `interact(messages)`, of the enhanced fork of RL2.
+    """A conversation with `interact(messages)`, of the enhanced fork of RL2.
 
     It gets the conversation and returns the messages that follow, e.g. the results of tools; an empty list ends it.
     In the last allowed turn it is not called.

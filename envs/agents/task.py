@@ -33,7 +33,7 @@ from streamrl.errors import ConfigError, EpisodeFullError, TaskError, install_ex
 from streamrl.extension import did_you_mean, import_attribute
 
 TAIL_BYTES = 16 << 10
-"""Of what the program wrote: its last line must be shorter."""
+"""The program's last line must be shorter."""
 END_S = 10.0
 """For everything that the program started to be gone."""
 

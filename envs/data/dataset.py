@@ -73,7 +73,7 @@ class Mixture:
 
 
 def mixed(parts: Sequence[Records], weights: Sequence[float] | None) -> Mixture:
-    """All parts, each with a share of the places that is proportional to its positive weight; None: all records once.
+    """The parts, each with a share of the places in proportion to its positive weight; None: every record once.
 
     A pass is as short as it can be while every record comes at least once.
     """

@@ -212,7 +212,7 @@ class JsonLines:
         return index < len(self._digests) and int(self._digests[index]) == xxhash.xxh3_64_intdigest(line)
 
     def field(self, key: str) -> Iterator[Any]:
-        """One field of every record in order, without building the rest; see `Source.field`."""
+        """The field of every record in order, without building the rest; see `Source.field`."""
         wanted = msgspec.defstruct("Wanted", [("value", Any)], rename={"value": key})
         decode = msgspec.json.Decoder(wanted).decode
         digests = np.zeros(len(self), np.uint64)
@@ -289,7 +289,7 @@ class Source(Protocol):
         ...
 
     def field(self, key: str) -> Iterator[Any]:
-        """One field of every record in order; MISSING where there is none, an error where there is no record."""
+        """The field of every record in order; MISSING where there is none, an error where there is no record."""
         ...
 
 

@@ -23,7 +23,7 @@ from streamrl.environment import ChatMessage, Record, Step
 REL_TOL, ABS_TOL = Decimal("1e-5"), Decimal("1e-8")
 """The tolerances of numpy.allclose, for two numbers of which neither is written as an integer."""
 WHOLE_TOL = Decimal("1e-4")
-"""At most so far may a decimal be from an integer: 3.0000004 is 3, and 1000000.4 is not 1000000."""
+"""The largest distance of a decimal from an integer: 3.0000004 is 3, and 1000000.4 is not 1000000."""
 _INTEGER = re.compile(r"([+-]?)0*(\d+)", re.ASCII)
 _DECIMAL = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,15})?", re.ASCII)
 _INFINITE = re.compile(r"([+-]?)inf(?:inity)?", re.IGNORECASE)

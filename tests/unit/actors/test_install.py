@@ -166,15 +166,21 @@ class Held(ScriptedEngine):
         return EngineStats(steps_total=self.steps, blocked=self.blocked)
 
 
-@pytest.mark.parametrize("sign", ["steps", "blocked"])
-@jumping
-async def test_an_install_may_wait_for_as_long_as_the_engine_shows_why(sign):
-    line, engine = Line(), Held()
+async def installing(engine: Held) -> tuple[Installer, asyncio.Task]:
+    """An installer with a deadline of 120 s that waits for its engine, and the installation; the clock runs."""
+    line = Line()
     installer = Installer(engine, line, install_deadline_s=120.0)
     line.lets(1)
     install = await line.announced(installer, 1)
     await until(lambda: installer.state is InstallState.INSTALLING)
-    await jump(0.0)  # the clock runs
+    await jump(0.0)
+    return installer, install
+
+
+@pytest.mark.parametrize("sign", ["steps", "blocked"])
+@jumping
+async def test_an_install_may_wait_for_as_long_as_the_engine_shows_why(sign):
+    installer, install = await installing(engine := Held())
     for _ in range(10):
         setattr(engine, sign, getattr(engine, sign) + 1)
         await jump(100.0)
@@ -186,12 +192,7 @@ async def test_an_install_may_wait_for_as_long_as_the_engine_shows_why(sign):
 
 @jumping
 async def test_an_engine_that_falls_silent_while_it_is_to_install_is_hung():
-    line, engine = Line(), Held()
-    installer = Installer(engine, line, install_deadline_s=120.0)
-    line.lets(1)
-    install = await line.announced(installer, 1)
-    await until(lambda: installer.state is InstallState.INSTALLING)
-    await jump(0.0)  # the clock runs
+    installer, install = await installing(engine := Held())
     engine.steps += 1
     await jump(100.0)
     await jump(100.0)
