@@ -55,6 +55,9 @@ CRITIC_ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "vtrace_random_mask": (*_CONTROL, "loss.surrogate=bench.staleness_real.controls:random_mask"),
     "vtrace_positive_only": (*_CONTROL, "loss.surrogate=bench.staleness_real.controls:positive_only"),
     "sao": ("algorithm=sao", *_SINGLE),
+    "oapl": ("algorithm=oapl",),
+    "flash_reinforce": ("algorithm=flash_reinforce", *_SINGLE),
+    "trajectory_balance": ("algorithm=trajectory_balance",),
     "single_rollout": ("algorithm=single_rollout", *_SINGLE),
     "gae": ("algorithm=retrace", "advantage.estimator=gae", "advantage.lam=0.95"),
     "vtrace_critic_free": ("algorithm=stream_default", *_UNGUARDED, "loss.surrogate=reinforce",
@@ -62,6 +65,12 @@ CRITIC_ARMS: Mapping[str, tuple[str, ...]] = MappingProxyType({
                            "loss.opsm_when=always"),
 })
 """Arms that only run if they are asked for by name."""
+
+AGE_ARMS = ("uncorrected", "tis", "stream_default", "vtrace", "retrace", "sao", "oapl", "flash_reinforce",
+            "trajectory_balance")
+AGE_LAGS = (0, 16, 64, 256)
+AGE_RATES = RATES[::2]
+"""The experiment on the age of data (`--ages`): rules with and without a ratio, at lags of every size."""
 
 MEANING: Mapping[str, str] = MappingProxyType({
     "uncorrected": "REINFORCE, no importance ratio (negative control)",
@@ -80,6 +89,9 @@ MEANING: Mapping[str, str] = MappingProxyType({
     "vtrace_positive_only": "`vtrace` without OPSM, positive advantages only",
     "sao": "recipe: one answer a prompt, V-trace with a critic, whitened, inside clip and dual clip",
     "single_rollout": "recipe: one answer a prompt, the batch's other answers as baseline",
+    "oapl": "recipe: a squared regression of the advantage on the log-ratio, no ratio",
+    "flash_reinforce": "recipe: one answer a prompt, a detached ratio, no answer that the policy has left",
+    "trajectory_balance": "recipe: trajectory balance, no ratio, the reference bounds the step",
     "gae": "`retrace` with GAE at 0.95 as its estimator",
     "vtrace_critic_free": "`vtrace` with the suffix product and the group's other answers in place of the critic",
 })
@@ -108,7 +120,8 @@ class Cell:
             self.experiment if is_file else f"experiment={self.experiment}", *{**ARMS, **CRITIC_ARMS}[self.arm],
             f"run.seed={self.seed}",
             f"staleness.force={self.lag}", f"policy.optimizer.lr={self.rate}",
-            f"trainer.num_steps={self.num_steps}", f"eval.every_steps={EVERY}", "samples.num_per_step=0",
+            f"trainer.num_steps={self.num_steps}",
+            f"eval.every_steps={max(EVERY, self.num_steps // 32)}", "samples.num_per_step=0",
             "samples.num_per_eval=0", "launch.num_actors=1", "actors.num_concurrent=128", "checkpoint.every_steps=0",
             "checkpoint.export_hf=false", "filter.zero_std=false",
         ]
@@ -138,6 +151,12 @@ def all_cells(*, quick: bool = False, arms: Sequence[str] | None = None, num_ste
     ]
 
 
+def age_cells() -> list[Cell]:
+    """The cells of `--ages`: at lag k the first k steps train on the start model's data, so a run has at least 4 k."""
+    return [Cell(arm, lag, rate, seed, max(NUM_STEPS, 4 * lag))
+            for arm, lag, rate, seed in product(AGE_ARMS, AGE_LAGS, AGE_RATES, SEEDS)]
+
+
 def fresh_arm(arm: str) -> str:
     """The arm whose runs at lag 0 are also this one's.
 
@@ -153,7 +172,7 @@ def ordered(cells: Iterable[Cell], results: Sequence[Mapping[str, Any]]) -> list
     arms, first = [*ARMS, *CRITIC_ARMS], SEEDS[0]
 
     def key(cell: Cell) -> tuple[float, ...]:
-        place = (LAGS.index(cell.lag) if cell.lag in LAGS else 0, arms.index(cell.arm))
+        place = (LAGS.index(cell.lag) if cell.lag in LAGS else cell.lag, arms.index(cell.arm))
         if cell.seed == first:
             return (0, RATES.index(cell.rate) if cell.rate in RATES else 0, 0, *place)
         return (1, rank.get((cell.arm, cell.lag, cell.rate), len(RATES)), cell.seed, *place)

@@ -2,7 +2,7 @@
 
 import torch
 
-from bench.staleness_real.cells import ARMS, CRITIC_ARMS, ETA, LAGS, Cell, all_cells
+from bench.staleness_real.cells import AGE_ARMS, AGE_LAGS, ARMS, CRITIC_ARMS, ETA, LAGS, Cell, age_cells, all_cells
 from bench.staleness_real.controls import positive_only, random_mask
 from bench.staleness_real.tables import tables
 from learner.objective.options import check_settings
@@ -32,6 +32,16 @@ def test_arms_with_a_critic_are_asked_for_by_name():
         check_settings(config.advantage, config.loss, max_lag=ETA)
     assert {cell.arm for cell in all_cells(arms=["retrace"])} == {"retrace"}
     assert not {cell.arm for cell in all_cells()} & set(CRITIC_ARMS)
+
+
+def test_the_cells_of_ages_train_long_enough_for_their_lag_with_equally_many_answers():
+    cells = age_cells()
+    assert len(set(cells)) == len(AGE_ARMS) * len(AGE_LAGS) * 2 * 5
+    for cell in cells[::5]:
+        config = load_config(cell.overrides())
+        check_settings(config.advantage, config.loss, max_lag=cell.lag)
+        assert config.staleness.force == cell.lag and config.trainer.num_steps >= max(100, 4 * cell.lag)
+        assert config.rollout.num_prompts_per_step * config.rollout.num_responses_per_prompt == 128
 
 
 def test_the_control_arms_drop_at_random_or_keep_what_is_positive():
