@@ -12,6 +12,7 @@ from learner.data.packing import pack
 from learner.objective.objective import Objective
 from learner.objective.token_batch import LagPolicy, PassOutputs
 from streamrl.algorithms import SURROGATE_ENTRIES, SURROGATES
+from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, LossConfig, OpsmWhen
 from streamrl.errors import ConfigError, ContentError
 from tests.kit.learning import OneBatch, batch, plan_of
@@ -37,8 +38,8 @@ def policy_outputs(rows, drift=0.3, seed=0):
     return logprobs, entropies
 
 
-def run(rows, advantage=GROUP, loss=PLAIN, *, max_tokens=10_000, drift=0.3, plan=None, lag_policy=None, **options):
-    """(loss, gradient of each trajectory's log-probs, gradients of entropies, statistics)."""
+def run(rows, advantage=GROUP, loss=PLAIN, *, max_tokens=10_000, drift=0.3, plan=None, lag_policy=None, values=None, **options):
+    """(loss, gradient of each trajectory's log-probs, gradients of entropies, statistics); `values` of a critic."""
     made = objective(advantage, loss, **options)
     logprobs, entropies = policy_outputs(rows, drift)
     one = OneBatch(made, rows, plan or plan_of(rows), version=VERSION, lag_policy=lag_policy)
@@ -46,7 +47,12 @@ def run(rows, advantage=GROUP, loss=PLAIN, *, max_tokens=10_000, drift=0.3, plan
     if made.needs:
         for micro in micro_batches:
             before = torch.cat([logprobs[i] for i in micro.trajectory_ids]).detach()
-            one.observe(micro, PassOutputs(policy=micro.padded(before)))
+            outputs = PassOutputs(policy=micro.padded(before))
+            if values is not None:
+                of_critic = torch.cat([values[i] for i in micro.trajectory_ids])
+                outputs = replace(outputs, values=micro.padded(of_critic),
+                                  bootstrap=torch.zeros(len(micro.trajectory_ids)))
+            one.observe(micro, outputs)
         one.close_observation()
     total = sum(
         one.loss(micro, *(torch.cat([values[i] for i in micro.trajectory_ids]) for values in (logprobs, entropies)))
@@ -133,6 +139,37 @@ def test_flash_reinforce_keeps_whole_answers_that_the_policy_has_not_left(max_to
 
     assert 0 < kept < len(rows)
     assert found == pytest.approx(float(total.detach()), rel=1e-5)
+    close(grads, [torch.zeros_like(lp) if lp.grad is None else lp.grad for lp in policy])
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 24])
+def test_sao_credits_by_length_and_gives_tokens_outside_its_bounds_no_gradient(max_tokens):
+    rows, outside = paid_in_two_turns(batch(12, 1, seed=2)), 0
+    recipe = load_config(["algorithm=sao_gae", "policy.model_path=any", "env.name=string.reverse"])
+    # Bounds that bind on these few tokens, and a length at which lambda is not 0.
+    loss = replace(recipe.loss, clip_low=0.2, clip_high=0.25)
+    advantage = replace(recipe.advantage, options={"target_lam": 1.0, "length_alpha": 0.5})
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(row.num_action_tokens, generator=generator) for row in rows]
+    policy = [lp.detach().double().requires_grad_() for lp in policy_outputs(rows)[0]]
+    total = torch.zeros((), dtype=torch.float64)
+    for row, logprobs, of_row in zip(rows, policy, values, strict=True):
+        n, credit, after = row.num_action_tokens, 0.0, 0.0
+        ratio = (logprobs.detach() - torch.from_numpy(row.logprobs[row.mask]).double()).exp()
+        for t in reversed(range(n)):
+            value = float(of_row[t])
+            credit = float(row.rewards[row.mask][t]) + after - value + max(1 - 1 / (0.5 * n), 0.0) * credit
+            after = value
+            if 0.8 <= float(ratio[t]) <= 1.25:
+                total = total - float(ratio[t]) * credit * logprobs[t] / num_tokens(rows)
+            else:
+                outside += 1
+    total.backward()
+
+    found, grads, _, _ = run(rows, advantage, loss, max_tokens=max_tokens, values=values)
+
+    assert found == pytest.approx(float(total.detach()), rel=1e-5)
+    assert 0 < outside < num_tokens(rows) and any(row.num_action_tokens > 2 for row in rows)
     close(grads, [torch.zeros_like(lp) if lp.grad is None else lp.grad for lp in policy])
 
 
