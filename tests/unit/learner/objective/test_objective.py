@@ -38,7 +38,9 @@ def policy_outputs(rows, drift=0.3, seed=0):
     return logprobs, entropies
 
 
-def run(rows, advantage=GROUP, loss=PLAIN, *, max_tokens=10_000, drift=0.3, plan=None, lag_policy=None, values=None, **options):
+def run(
+    rows, advantage=GROUP, loss=PLAIN, *, max_tokens=10_000, drift=0.3, plan=None, lag_policy=None, values=None, **options
+):
     """(loss, gradient of each trajectory's log-probs, gradients of entropies, statistics); `values` of a critic."""
     made = objective(advantage, loss, **options)
     logprobs, entropies = policy_outputs(rows, drift)
