@@ -39,7 +39,8 @@ def policy_outputs(rows, drift=0.3, seed=0):
 
 
 def run(
-    rows, advantage=GROUP, loss=PLAIN, *, max_tokens=10_000, drift=0.3, plan=None, lag_policy=None, values=None, **options
+    rows, advantage=GROUP, loss=PLAIN, *, max_tokens=10_000, drift=0.3, plan=None, lag_policy=None, values=None,
+    **options,
 ):
     """(loss, gradient of each trajectory's log-probs, gradients of entropies, statistics); `values` of a critic."""
     made = objective(advantage, loss, **options)
