@@ -5,7 +5,7 @@
     default     accepted where it asks for what is done anyway, otherwise refused by name
 
 Fields that stand nowhere below are left alone: SDKs send ones of their own. The header X-Streamrl-Ignored names them.
-`python -m bench.requests` draws requests from these tables; `docs/endpoint.md` shows them.
+`python -m bench.requests` draws requests from these tables; `docs/endpoint_fields.md` shows them.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by its path
 
 from streamrl.metrics.names import markdown_page  # noqa: E402
-from tests.contract import error_messages, protocol_session  # noqa: E402
+from tests.contract import endpoint_fields, error_messages, protocol_session  # noqa: E402
 
 PAGES: dict[str, Callable[[], str]] = {
-    "errors.md": error_messages.page, "metrics.md": markdown_page, "protocol_session.md": protocol_session.page,
+    "endpoint_fields.md": endpoint_fields.page, "errors.md": error_messages.page, "metrics.md": markdown_page,
+    "protocol_session.md": protocol_session.page,
 }
 """Name in docs/, where it is not committed -> its text."""
 FOUND_FIRST = {"rewards.md"}

@@ -5,7 +5,6 @@ import json
 import logging
 import threading
 from contextlib import asynccontextmanager
-from pathlib import Path
 from random import Random
 
 import httpx
@@ -29,6 +28,7 @@ from streamrl.config.schema import SamplingConfig
 from streamrl.environment import Step
 from streamrl.errors import RequestError
 from streamrl.messages import MemberStatus, ReturnReason
+from tests.contract.endpoint_fields import page
 from tests.fakes.drawn_requests import ILLEGAL, ROUTES, draw_body
 from tests.unit.actors.fakes import TOKENIZER as PLAIN
 from tests.unit.actors.fakes import TableTask, installed_engine, lease, make_runner, says, tokenizer
@@ -96,9 +96,8 @@ def test_every_field_has_a_range_and_what_is_outside_is_refused_by_its_name(path
 
 
 def test_the_page_names_every_field():
-    page = (Path(__file__).parents[3] / "docs" / "endpoint.md").read_text().partition("## Fields")[2]
-    names = {name.rpartition(".")[2] for table_ in TABLES.values() for name, _ in fields_of(table_)}
-    assert len(names) > 70 and not [name for name in names if f"`{name}`" not in page]
+    names, shown = {name.rpartition(".")[2] for table_ in TABLES.values() for name, _ in fields_of(table_)}, page()
+    assert len(names) > 70 and not [name for name in names if f"`{name}`" not in shown]
 
 
 RANGES = (
