@@ -63,8 +63,8 @@ def _rows_of(line: dict[str, Any], vllm: dict[str, Any]) -> list[str]:
 
 
 def _without_details(reason: str) -> str:
-    """A reason without what differs between families that have it in common."""
-    short = reason.partition(": leave")[0].removeprefix("policy.lora.rank: ")
+    """The first clause of a reason, without what differs between families that have it in common."""
+    short = re.split(r"[:,] ", reason.removeprefix("policy.lora.rank: ").removeprefix("ValueError: "))[0]
     return re.sub(r" \([^()]*\)\.?$", "", short).replace("|", "\\|")
 
 
