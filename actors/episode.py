@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from actors.engines.base import Engine, Generation
 from actors.env_calls.executor import CallClock, EnvExecutor, where
 from actors.env_calls.group_step import GroupStep
 from actors.env_calls.inline import InlineCalls
+from actors.env_calls.instances import Instances
 from actors.load import LoadMeter
 from actors.render import Renderer, SharedPrompts
 from actors.trajectory.client import Client
@@ -24,7 +26,7 @@ from actors.trajectory.rules import EpisodeRules, PromptTooLongError
 from actors.trajectory.transcript import Transcript
 from envs.check import NO_SIGNALS, needs_signals
 from envs.reward_values import MAX_NAME_CHARS, part_name
-from streamrl.environment import MAX_REWARD, DrivesGeneration, Env, InputText, Record, Step, Task
+from streamrl.environment import MAX_REWARD, ROLES, DrivesGeneration, Env, InputText, Record, Step, Task
 from streamrl.errors import EngineError, EpisodeFullError, RequestError, TaskError
 from streamrl.messages import Member, MemberStatus, Sampling
 
@@ -39,12 +41,21 @@ class EpisodeRunner:
     `inline`, on the event loop if they are quick."""
 
     def __init__(
-        self, task: Task, engine: Engine, renderer: Renderer, rules: EpisodeRules, *, num_threads: int | None = 4,
-        load: LoadMeter | None = None, inline: InlineCalls | None = None, endpoint: Endpoint | None = None,
+        self,
+        task: Task,
+        engine: Engine,
+        renderer: Renderer,
+        rules: EpisodeRules,
+        *,
+        num_threads: int | None = 4,
+        load: LoadMeter | None = None,
+        inline: InlineCalls | None = None,
+        endpoint: Endpoint | None = None,
+        instances: Instances | None = None,
     ) -> None:
         self.load, self.endpoint = load or LoadMeter(), endpoint or Endpoint()
         self.task, self.engine, self.renderer, self.rules = task, engine, renderer, rules
-        self.executor = EnvExecutor(num_threads, inline)
+        self.executor, self.instances = EnvExecutor(num_threads, inline), instances or Instances()
         self.num_env_errors = 0
         self.last_env_error = ""
         self._told_full = False
@@ -75,15 +86,36 @@ class EpisodeRunner:
         self, record: Record, index: int, seed: int, sampling: Sampling, on_progress: Callable[[], None],
         group: GroupStep | None, prompts: SharedPrompts | None,
     ) -> Member:
+        limit_s = self.rules.step_timeout_s
+        try:
+            async with self.instances.one(self.task.env, self.executor, limit_s, self.load) as (env, place):
+                return await self._in(env, place, record, index, seed, sampling, on_progress, group, prompts)
+        except (EngineError, PromptTooLongError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # of `Task.env`, see `_in`
+            return self._failed(index, Transcript(), error)
+
+    async def _in(
+        self,
+        env: Env,
+        place: ExitStack,
+        record: Record,
+        index: int,
+        seed: int,
+        sampling: Sampling,
+        on_progress: Callable[[], None],
+        group: GroupStep | None,
+        prompts: SharedPrompts | None,
+    ) -> Member:
         transcript = Transcript()
         conversation = Conversation(self.renderer, append=self.rules.append_history, prompts=prompts)
         try:
-            env = self.task.env()
             if _optional(env, "rollout") is not None:
                 return await self._driven(env, record, index, seed, sampling, on_progress)
             with self.load.in_environment():
                 messages = await self.executor.run(env.reset, record, self.rules.step_timeout_s)
             opening = messages if isinstance(messages, InputText) else list(messages)
+            check_roles(opening, self._source(env.reset))
             conversation.open(opening, getattr(env, "tools", ()))
             if (set_input_text := _optional(env, "set_input_text")) is not None:
                 set_input_text(conversation.text)
@@ -95,6 +127,8 @@ class EpisodeRunner:
         conversation.ids = self.rules.checked_prompt(conversation.ids)
         transcript.begin(conversation.ids)
         together = group if _optional(env, "step_group") is not None else None
+        if together is not None:
+            place.close()  # it waits for the others of its group, which may still wait for a place
         return await self._turns(env, conversation, transcript, index, seed, sampling, on_progress, together)
 
     async def _turns(
@@ -112,7 +146,7 @@ class EpisodeRunner:
                     generation = await self.engine.generate(request)
             except RequestError as error:  # as an id that the model does not have: no other actor could serve it
                 return self._failed(index, transcript, error)
-            transcript.add_turn(read, generation)
+            recorded = transcript.add_turn(read, generation)
             on_progress()
             try:
                 if group is None:
@@ -129,6 +163,8 @@ class EpisodeRunner:
                 return self._failed(index, transcript, error)
             on_progress()
             transcript.pay(step.reward)
+            if recorded is not None:
+                recorded.turns[-1].score = None if step.score == step.reward else step.score
             finish = "env" if step.truncated or (last and not step.done) else generation.finish
             if not goes_on:
                 finish = finish if step.done or last else "length"
@@ -191,6 +227,7 @@ class EpisodeRunner:
         )
 
     async def close(self) -> None:
+        await self.instances.settle()
         self.executor.close()
         await self.endpoint.close()
 
@@ -255,6 +292,8 @@ def checked(step: Any, source: str) -> Step:
     """The step with plain numbers only, for the wire. Raises TaskError for no Step, or what cannot be sent."""
     if not isinstance(step, Step):
         raise TaskError(f"{source} returned {type(step).__name__}, expected streamrl.Step")
+    check_roles(step.messages, source)
+    check_roles(step.context or (), source)
     return replace(
         step,
         reward=_number(step.reward, "reward", source),
@@ -262,6 +301,13 @@ def checked(step: Any, source: str) -> Step:
         parts={part_name(name, source): _number(part, f"part {name!r}", source) for name, part in step.parts.items()},
         agents={part_name(name, source): _number(one, f"agent {name!r}", source) for name, one in step.agents.items()},
     )
+
+
+def check_roles(messages: Any, source: str) -> None:
+    """Raise TaskError for a message whose role no chat template is asked to know; an `InputText` has none."""
+    for message in () if isinstance(messages, InputText) else messages:
+        if message.role not in ROLES:
+            raise TaskError(f"{source} gave the role {message.role!r:.40}: allowed are {', '.join(ROLES)}")
 
 
 def _number(value: Any, what: str, source: str) -> float:

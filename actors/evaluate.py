@@ -28,6 +28,7 @@ from typing import Any, TextIO
 
 import msgspec
 
+from actors.env_calls.instances import Instances
 from actors.episode import EpisodeRunner
 from actors.local_policy import LocalPolicy, local_config, open_policy, run_of, sampling_message
 from actors.render import Renderer
@@ -69,7 +70,8 @@ async def evaluate(one: EvalSet, policy: LocalPolicy, task: Task, out: TextIO, p
     rules = episode_rules(config, one.sampling, task, trains=False)
     renderer = make_renderer(config, policy.tokenizer, policy.end_ids, task)
     runner = EpisodeRunner(
-        task, policy.engine, renderer, rules, num_threads=config.env.num_threads, endpoint=make_endpoint(config)
+        task, policy.engine, renderer, rules, num_threads=config.env.num_threads, endpoint=make_endpoint(config),
+        instances=Instances(config.env.num_max_instances),
     )
     sampling = sampling_message(one.sampling)
     places = asyncio.Semaphore(2 * config.actors.num_concurrent)  # the engine batches; more would only wait in memory
@@ -105,14 +107,15 @@ def _note(
         text = renderer.said(member)
         score = member.scores.get("score", member.reward)
         answers.scores[index].append(score)
-        answers.finals[index].append(stated_answer(text))
+        final = stated_answer(text)
+        answers.finals[index].append(final)
         answers.rewards.append(member.reward)
         answers.num_truncated += member.cut
         for name, value in member.scores.items():
             if name != "score":
                 answers.parts.setdefault(name, []).append(value)
         line |= {
-            "text": str(text), "score": score, "reward": member.reward, "scores": member.scores,
+            "text": str(text), "answer": final, "score": score, "reward": member.reward, "scores": member.scores,
             "finish": member.finish, "num_tokens": len(member.token_ids) // 4,
         }
     out.write(msgspec.json.encode(line).decode() + "\n")

@@ -18,6 +18,7 @@ from typing import Any
 
 from actors.engines.base import EngineStats, GenerateRequest, Generation, InstallTimes, VersionSpan
 from actors.env_calls.group_step import GroupStep
+from actors.env_calls.instances import Instances
 from actors.episode import EpisodeRunner
 from actors.local_policy import LocalModel
 from actors.render import load_end_ids, load_tokenizer
@@ -58,14 +59,14 @@ class RecordedEngine:
             number = len(turns) - len(self._left) + 1
             raise EngineError(f"the input of turn {number} is another than was recorded")
         self._left.remove(turn)
-        last = turn is turns[-1]
+        cut = turn is turns[-1] and self._member.finish == "length"
         spans = [
             VersionSpan(VersionRef(one.learner_epoch, one.version), one.start - turn.start, one.end - turn.start)
             for one in self._member.versions if turn.start <= one.start < turn.end
         ]
         return Generation(
             self._tokens[turn.start : turn.end], self._logprobs[turn.start : turn.end], spans,
-            "length" if last and self._member.finish == "length" else "stop",
+            turn.finish or ("length" if cut else "stop"),
         )
 
     def _context(self, turn: Turn) -> list[int]:
@@ -121,7 +122,8 @@ class RewardCheck:
             record = json.dumps(dict(self._task.record("train", index)))  # as it was leased
             together = GroupStep([one.index for one in members])
             for member, found in zip(members, await asyncio.gather(*(
-                self._play(member, members[0].prompt_ids, record, group.sampling, together) for member in members
+                self._play(member, members[0].prompt_ids, record, member.sampling or group.sampling, together)
+                for member in members
             )), strict=True):
                 name = f"group {group.group_id} member {member.index} {whose}"
                 if isinstance(found, str):
@@ -170,7 +172,7 @@ async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: i
             renderer = make_renderer(config, tokenizer, load_end_ids(files, tokenizer), task)
         runner = EpisodeRunner(
             task, RecordedEngine(_NO_MEMBER, b""), renderer, episode_rules(config, config.rollout.train.sampling, task),
-            num_threads=config.env.num_threads,
+            num_threads=config.env.num_threads, instances=Instances(config.env.num_max_instances),
         )
         check = RewardCheck(task, runner)
         for number, one in enumerate(batches, start=1):

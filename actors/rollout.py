@@ -51,7 +51,8 @@ async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callabl
     except (ValueError, LookupError, RecursionError) as error:
         return returned(lease, ReturnReason.PROMPT_INVALID, f"prompt {lease.prompt_index}: {error}")
     trains = lease.purpose == Purpose.TRAIN
-    if trains and is_truncated(lease.sampling) and not getattr(runner.engine, "returns_sets", False):
+    cut = any(map(is_truncated, (lease.sampling, *lease.samplings)))
+    if trains and cut and not getattr(runner.engine, "returns_sets", False):
         return returned(lease, ReturnReason.ENGINE_ERROR, (
             f"the engine {runner.engine.name} does not say which ids top_p, top_k and min_p leave, so its tokens "
             "cannot be trained on: use actors.engine=native or vllm, or rollout.train.sampling without them"
@@ -95,7 +96,9 @@ async def _play(
     """A member with a record of its own, which its environment may change; the others stop waiting when it ends."""
     try:
         record = json.loads(lease.prompt or b"")
-        return await runner.play(record, index, seed, lease.sampling, on_progress, group, prompts)
+        own = dict(zip(lease.members, lease.samplings, strict=False)).get(index)
+        member = await runner.play(record, index, seed, own or lease.sampling, on_progress, group, prompts)
+        return member if own is None else msgspec.structs.replace(member, sampling=own)
     finally:
         group.leave(index)
 

@@ -22,6 +22,7 @@ import zmq
 
 from actors.engines.base import Engine, build_engine
 from actors.env_calls.inline import InlineCalls
+from actors.env_calls.instances import Instances
 from actors.episode import EpisodeRunner
 from actors.load import LoadMeter
 from actors.render import Renderer, load_end_ids, load_tokenizer
@@ -233,12 +234,12 @@ def build_runtime(
         spec = replace(engine_spec(config, Path(model_dir), tokenizer), adapter=adapter_spec(welcome))
         engine = build_engine(config.actors.engine, spec)
     renderer = make_renderer(config, tokenizer, end_ids, task)
-    load, inline = LoadMeter(), InlineCalls()
+    load, inline, instances = LoadMeter(), InlineCalls(), Instances(config.env.num_max_instances)
     endpoint = make_endpoint(config)
     runners = [
         EpisodeRunner(
             task, engine, renderer, episode_rules(config, sampling, task, trains=trains),
-            num_threads=config.env.num_threads, load=load, inline=inline, endpoint=endpoint,
+            num_threads=config.env.num_threads, load=load, inline=inline, endpoint=endpoint, instances=instances,
         )
         for sampling, trains in ((config.rollout.train.sampling, True), (eval_sampling(config), False))
     ]
@@ -259,14 +260,15 @@ def set_runner(
     one: EvalSet, engine: Engine, renderer_of: Callable[[Task], Renderer], load: LoadMeter, *, own: EpisodeRunner
 ) -> EpisodeRunner:
     """Plays the episodes of an evaluation set; one of the run's own records has the task of `own`."""
-    task = own.task
+    task, instances = own.task, own.instances
     if one.other_task:
-        task = task_of(one.config)
+        task, instances = task_of(one.config), Instances(one.config.env.num_max_instances)
         if isinstance(task, HasSetUp):
             task.set_up()
     rules = episode_rules(one.config, one.sampling, task, trains=False)
     return EpisodeRunner(
-        task, engine, renderer_of(task), rules, num_threads=one.config.env.num_threads, load=load, endpoint=own.endpoint
+        task, engine, renderer_of(task), rules, num_threads=one.config.env.num_threads, load=load,
+        endpoint=own.endpoint, instances=instances,
     )
 
 

@@ -76,7 +76,7 @@ def check_task(task: Task, *, limit_s: float = 30.0, notify: Callable[[str], Non
         if isinstance(_call(where, "env", task.env), DrivesGeneration):
             continue  # it needs an engine: the first episodes show what is wrong with it
         if isinstance(task, HasSetUp):
-            _reset(where, task, record, limits)
+            _closed(where, _reset(where, task, record, limits), limits)
             continue
         probe = _play(where, task, record, PROBE, limits)
         if isinstance(task, HasTarget):
@@ -165,8 +165,20 @@ def _play(where: str, task: Task, record: Record, completion: str, limits: _Limi
     step = _checked_step(where, "step", _call_as_actor(where, "step", env.step, completion, limits), completion)
     if not step.done and isinstance(env, HasLastStep):
         last = _call_as_actor(where, "last_step", env.last_step, completion, limits)
-        return _checked_step(where, "last_step", last, completion)
+        step = _checked_step(where, "last_step", last, completion)
+    _closed(where, env, limits)
     return step
+
+
+def _closed(where: str, env: Env, limits: _Limits) -> None:
+    close = getattr(env, "close", None)
+    if inspect.iscoroutinefunction(close):
+        async def closing(_: object) -> None:
+            await close()
+
+        _call_as_actor(where, "close", closing, None, limits)
+    elif callable(close):
+        _call_as_actor(where, "close", lambda _: close(), None, limits)
 
 
 def _checked_step(where: str, method: str, step: Any, completion: str) -> Step:

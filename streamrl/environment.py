@@ -232,6 +232,15 @@ class HasCutStep(Protocol):
 
 
 @runtime_checkable
+class HasClose(Protocol):
+    """Optional on an environment that holds what must be given back, as a container or a connection."""
+
+    def close(self) -> None | Awaitable[None]:
+        """Called once when the episode is over, however it ended: also after a failed `reset`, or while a hung step
+        still runs."""
+
+
+@runtime_checkable
 class HasGroupStep(Protocol):
     """Optional on an environment of one turn that scores the answers of a group together."""
 

@@ -37,6 +37,10 @@ Outcome = tuple[Any, Exception | None, float, float]
 _THIS_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # Linux has it
 
 
+NOTHING: Any = object()
+"""The argument of a method that takes none."""
+
+
 class HungCallError(TimeoutError):
     """A call of the environment ran for longer than env.step_timeout_s."""
 
@@ -119,7 +123,8 @@ class EnvExecutor:
         return self.num_abandoned > MAX_ABANDONED
 
     async def run(self, method: Callable[[Any], Any], argument: object, limit_s: float) -> Any:
-        """Return the result of `method(argument)`. The limit counts from its start, not from this call.
+        """Return the result of `method(argument)`; of `method()` for NOTHING. The limit counts from its start, not from
+        this call.
 
         Raises:
             HungCallError: it ran for longer than limit_s.
@@ -132,7 +137,7 @@ class EnvExecutor:
                 return self._run_inline(self._inline, method, argument, limit_s)
             return await self._run_plain(method, argument, limit_s)
         async with self.clocked(method, limit_s):
-            return await method(argument)
+            return await _called(method, argument)
 
     @contextlib.asynccontextmanager
     async def clocked(self, method: Callable[..., Any], limit_s: float) -> AsyncIterator[CallClock]:
@@ -252,6 +257,10 @@ class EnvExecutor:
         )
 
 
+def _called(method: Callable[..., Any], argument: object) -> Any:
+    return method() if argument is NOTHING else method(argument)
+
+
 def _name(method: Callable[..., Any]) -> str:
     return getattr(method, "__name__", "")
 
@@ -269,7 +278,7 @@ def _outcome(method: Callable[[Any], Any], argument: object) -> Outcome:
     """Result or error, as a value: a future cannot carry StopIteration, and SystemExit would end the loop."""
     began, cpu, waits, result, failure = time.perf_counter(), time.thread_time(), num_waits(), None, None
     try:
-        result = method(argument)
+        result = _called(method, argument)
     except Exception as error:
         failure = error
     except Interrupted:

@@ -29,6 +29,8 @@ class RecordedTurn:
     end: int
     spans: list[VersionSpan]  # they count from `start`
     reward: float = 0.0
+    finish: str = ""
+    score: float | None = None  # None is the reward
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +91,7 @@ class Transcript:
         present.logprobs += generation.logprobs
         present.sets += generation.sets or []
         self.num_tokens += len(generation.token_ids)
-        turn = RecordedTurn(start, len(present.logprobs), generation.spans, self._pending_reward)
+        turn = RecordedTurn(start, len(present.logprobs), generation.spans, self._pending_reward, generation.finish)
         present.turns.append(turn)
         self.turns.append(turn)
         self._pending_reward = 0.0
@@ -151,7 +153,7 @@ class Transcript:
             logprobs += one.logprobs
             for turn in one.turns:
                 start = place + turn.start
-                turns.append(Turn(start, place + turn.end, turn.reward))
+                turns.append(Turn(start, place + turn.end, turn.reward, turn.score, turn.finish))
                 versions += [
                     Span(span.ref.learner_epoch, span.ref.version, start + span.start, start + span.end)
                     for span in turn.spans

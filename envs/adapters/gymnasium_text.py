@@ -66,6 +66,11 @@ class GymnasiumEnv:
             return Step(earned, truncated=bool(truncated) and not terminated)
         return Step(earned, done=False, messages=[self._said(observation, "step")])
 
+    @property
+    def close(self) -> Callable[[], Any]:
+        """That of the environment, if it has one."""
+        return self._env.close  # type: ignore[attr-defined]
+
     def _said(self, observation: Any, method: str) -> ChatMessage:
         if not isinstance(observation, str):
             raise TaskError(

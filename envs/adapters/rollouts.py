@@ -49,6 +49,11 @@ class RolloutEnv:
             value = await in_own_thread(lambda: self._function(**given), blocking)
         return as_step(value, self._name)
 
+    @property
+    def close(self) -> Callable[[], Any]:
+        """That of the object whose method plays, if it has one."""
+        return self._function.__self__.close  # type: ignore[attr-defined]
+
 
 def record_parameter(function: Callable[..., Any], name: str) -> str:
     """The parameter that takes the record. Raises TaskError if there is not exactly one beside `client`."""

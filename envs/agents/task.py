@@ -214,6 +214,11 @@ class AgentEnv:
         answer = session.answer if getattr(self._judge, "hears_thoughts", False) else str(session.answer)
         return replace(await _called(self._judge.step, answer), done=True)
 
+    @property
+    def close(self) -> Callable[[], Any]:
+        """That of the environment, if it has one."""
+        return self._judge.close  # type: ignore[attr-defined]
+
 
 async def _called(method: Callable[[Any], Any], argument: Any) -> Any:
     """A plain method may block: it gets a thread."""

@@ -156,10 +156,12 @@ class Code:
                 self._sandboxes(), program, tests,
                 partial=code.partial, any_order=code.any_order, total_s=code.total_timeout_s,
             )  # fmt: skip
-        passed = sum(result is PASS for result in results) / len(tests["inputs"])
+        num_passed = float(sum(result is PASS for result in results))
+        passed = num_passed / len(tests["inputs"])
         correct = passed if code.partial else float(passed == 1.0)
         reward = self._settings.correct * correct * formatted
-        return Step(reward=reward, score=correct, parts={"format_acc": float(formatted), "ans_acc": correct})
+        parts = {"format_acc": float(formatted), "ans_acc": correct, "tests_passed": num_passed}
+        return Step(reward=reward, score=correct, parts=parts)
 
     def _sandboxes(self) -> SandboxPool:
         """Made at the first call: the learner asks for a reward's prompt and never grades."""

@@ -39,6 +39,7 @@ class ToolRules:
         max_output_chars: longer answers of tools are cut.
         describe: show the tools to the model.
         role: of the answers: "tool", or "user" for chat templates that know no tools.
+        call_reward, error_penalty: what each call that works earns, and each that fails costs.
         error_text: said in place of every error, to a model that cannot read errors; None is the error itself.
     """
 
@@ -49,6 +50,8 @@ class ToolRules:
     describe: bool = True
     role: str = "tool"
     error_text: str | None = None
+    call_reward: float = 0.0
+    error_penalty: float = 0.0
 
 
 class ToolEnv:
@@ -83,11 +86,19 @@ class ToolEnv:
             counts = {"tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
             # An environment of several turns may go on; what its steps say is theirs, the counts come with the last.
             return replace(step, parts={**counts, **step.parts}) if step.done else step
+        failed = self._num_errors
         answers = [await self._answer(one) for one in calls[: rules.max_calls - self._num_calls]]
+        failed = self._num_errors - failed
+        earned = rules.call_reward * (len(answers) - failed) - rules.error_penalty * failed
         if len(answers) < len(calls) or not answers:
             self._no_calls_left = True
             answers.append(ChatMessage(rules.role, rules.error_text or NO_CALLS_LEFT))
-        return Step(reward=0.0, done=False, messages=answers)
+        return Step(reward=earned, done=False, score=0.0, messages=answers)
+
+    @property
+    def close(self) -> Callable[[], Any]:
+        """That of the environment, if it has one."""
+        return self._env.close  # type: ignore[attr-defined]
 
     async def _answer(self, asked: ToolCall | BadCall) -> ChatMessage:
         self._num_calls += 1

@@ -108,6 +108,7 @@ def with_tools(task: Task, env: EnvConfig) -> WrappedTask:
     rules = ToolRules(
         resolve(use.parser, PARSERS, setting="env.tool_use.parser"), max_turns=env.max_turns, max_calls=use.max_calls,
         max_output_chars=use.max_output_chars, describe=use.describe, role=use.role.value,
+        call_reward=use.call_reward, error_penalty=use.error_penalty,
     )
     found = WrappedTask(task, lambda: tool_env(task.env(), tools, rules), TAKEN_OVER)
     found.tool_prompt = describe(tools, use.parser)

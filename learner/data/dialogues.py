@@ -42,6 +42,9 @@ def task_dialogues(task: Task, num_dialogues: int, *, needs_target: bool, limit_
             dialogues.append((prompt, *(turns or [""])))
             if time.monotonic() > until:
                 break
+        closing = env.close() if callable(getattr(env, "close", None)) else None
+        if closing is not None:
+            runner.run(_awaited(closing))
     return dialogues
 
 

@@ -120,8 +120,9 @@ def check_groups(frames: Sequence[bytes], *, version: int, vocab_size: int | Non
     limits = Limits(max_sequences=MAX_SEQUENCES, vocab_size=vocab_size or 1 << 31)
     seen: set[tuple[int, int]] = set()
     for group in map(_decode, frames):
-        if group.members and not is_scorable(group.sampling):
-            how = f"was sampled at temperature {group.sampling.temperature}, which has no log-probs"
+        wild = next((one for one in group.samplings if not is_scorable(one)), None)
+        if group.members and wild is not None:
+            how = f"was sampled at temperature {wild.temperature}, which has no log-probs"
             raise ContentError("sampling", f"group {group.group_id} {how}")
         for one in check_group(group, limits, _ANY_MEMBER):
             name = f"group {group.group_id} member {one.index}"
@@ -169,7 +170,7 @@ def _trajectories(sources: Sequence[_Source], columns: _Columns) -> list[Traject
             token_ids=columns.token_ids[start:end], logprobs=columns.logprobs[start:end], mask=columns.mask[start:end],
             versions=columns.versions[start:end], rewards=columns.rewards[start:end], turns=columns.turns[start:end],
             reward=member.reward, num_turns=len(member.turns), scores=member.scores,
-            temperature=group.sampling.temperature, truncated=member.cut,
+            temperature=(member.sampling or group.sampling).temperature, truncated=member.cut,
             judged=member.status == MemberStatus.FINISHED, actor_id=origin.actor_id, prompt_index=origin.prompt_index,
             later=later, agents=_agents(member),
             sets=unpack_sets(member.sets, int(np.count_nonzero(columns.mask[start:end]))) if member.sets else None,

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from learner.hub.context.settings import EvalSetSettings, HubSettings
-from learner.hub.ledger.tables.settings import LedgerSettings
+from learner.hub.ledger.tables.settings import LedgerSettings, SamplingRule
 from streamrl.config import schema
 from streamrl.config.eval_sets import eval_sets, splits
 from streamrl.config.load import to_plain
@@ -77,6 +77,17 @@ def train_sampling(sampling: schema.SamplingConfig) -> Sampling:
     if whole.top_k > 0 or not is_truncated(whole):
         return whole
     return msgspec.structs.replace(whole, top_k=sampling.max_kept)
+
+
+def sampling_rule(config: schema.Config) -> SamplingRule:
+    """How training groups and their members differ in sampling."""
+    train = config.rollout.train
+    own = {"temperature": train.member_temperatures, "top_p": train.member_top_p}
+    members = [
+        train_sampling(replace(train.sampling, **{name: one[place % len(one)] for name, one in own.items() if one}))
+        for place in range(config.rollout.num_responses_per_prompt if any(own.values()) else 0)
+    ]
+    return SamplingRule(tuple(members), train.final_temperature, train.num_annealing_steps)
 
 
 def response_limit(config: schema.Config) -> int:
@@ -148,4 +159,5 @@ def ledger_settings(config: schema.Config, vocab_size: int, bounds: tuple[int, i
         num_passed_over=config.samples.num_per_step, eval_keep_s=config.eval.pin_s if config.eval.pin else 0.0,
         limits=limits(config, vocab_size), slowest_turn_s=slowest_turn_s,
         lease_max_s=config.hub.lease_ttl_s + slowest_episode_s, keep_refused=config.stream.keep_refused,
+        sampling_rule=sampling_rule(config),
     )

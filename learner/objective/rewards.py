@@ -1,7 +1,7 @@
 """The reward that is trained on: several components combined into one, and a penalty on running long.
 
     combined = reward | weighted sum | Tchebycheff | rank or hypervolume bonus in the group | GDPO
-    trained  = combined + scale * overlong penalty
+    trained  = combined + scale * overlong penalty, or 0 if it was cut; perhaps / standard deviation over the batch
 
 Both happen before any baseline looks at the scores. A trajectory's reward changes on its last action token, so that
 estimators with a critic see the same. Metrics of rewards report the task's own.
@@ -28,6 +28,7 @@ from streamrl.config.schema import ObjectivesConfig, OverlongConfig
 from streamrl.errors import ConfigError, ContentError
 from streamrl.messages import PlanRow
 
+MIN_STD = 1e-6
 METHODS = ("reward", "weighted_sum", "tchebycheff", "pareto", "hypervolume", "gdpo")
 
 
@@ -36,22 +37,34 @@ class RewardRules:
 
     Args:
         max_tokens: most action tokens that a trajectory can have.
+        correct: the task's reward of a right answer.
     Raises:
         ConfigError: an unknown method, components without one, a bonus without what it needs.
     """
 
-    def __init__(self, objectives: ObjectivesConfig, overlong: OverlongConfig, *, max_tokens: int) -> None:
-        _check(objectives, overlong)
-        self._objectives, self._overlong, self._max_tokens = objectives, overlong, max_tokens
+    def __init__(
+        self,
+        objectives: ObjectivesConfig,
+        overlong: OverlongConfig,
+        *,
+        max_tokens: int,
+        correct: float = 1.0,
+    ) -> None:
+        self._max_tokens = overlong.max_tokens or max_tokens
+        self._cache_tokens = _cache_tokens(overlong, self._max_tokens)
+        _check(objectives)
+        _check_overlong(overlong, self._cache_tokens, max_tokens)
+        self._objectives, self._overlong = objectives, overlong
+        self._scale = correct if overlong.scale is None else overlong.scale
         self._names = sorted(objectives.components)
         self._signs = {name: 1.0 if weight >= 0 else -1.0 for name, weight in objectives.components.items()}
-        self._cache_tokens = math.ceil(overlong.cache_ratio * max_tokens)
         self._ideal: dict[str, float] = {}
 
     @property
     def changes(self) -> bool:
         """Whether any reward is another than the task's."""
-        return self._objectives.combine != "reward" or self._cache_tokens > 0
+        objectives, zero = self._objectives, self._overlong.zero_when_truncated
+        return objectives.combine != "reward" or objectives.divide_by_std or self._cache_tokens > 0 or zero
 
     def apply(
         self, trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], ranks: Ranks
@@ -67,14 +80,30 @@ class RewardRules:
         scores = torch.tensor([row.reward for row in plan], dtype=torch.float64)
         if self._objectives.combine != "reward":
             scores = self._combine(exchange(places, self._components(trajectories), len(plan), ranks), plan)
+        penalty = torch.zeros(len(plan), dtype=torch.float64)
         if self._cache_tokens:
             counts = torch.tensor([row.num_action_tokens for row in plan])
-            penalty = overlong_penalty(counts, max_tokens=self._max_tokens, cache_tokens=self._cache_tokens)
-            scores = scores + self._overlong.scale * penalty.double()
+            share = overlong_penalty(counts, max_tokens=self._max_tokens, cache_tokens=self._cache_tokens)
+            penalty = self._scale * share.double()
+        if self._overlong.zero_when_truncated:
+            mine = torch.tensor([float(row.truncated) for row in trajectories])
+            cut = exchange(places, mine, len(plan), ranks) > 0
+            scores, penalty = scores.masked_fill(cut, 0.0), penalty.masked_fill(cut, 0.0)
+        factor = self._factor(scores + penalty)
+        scores = factor * (scores + penalty)
+        if self._cache_tokens:
+            told = zip(trajectories, penalty[places].tolist(), strict=True)
+            trajectories = [replace(row, scores={**row.scores, "length_penalty": part}) for row, part in told]
+        values = scores[places].tolist()
         return (
-            [_with_reward(row, value) for row, value in zip(trajectories, scores[places].tolist(), strict=True)],
+            [_with_reward(row, value, factor) for row, value in zip(trajectories, values, strict=True)],
             [msgspec.structs.replace(row, reward=value) for row, value in zip(plan, scores.tolist(), strict=True)],
         )
+
+    def _factor(self, scores: Tensor) -> float:
+        """1 / standard deviation of the batch's scores [P] if they are divided by it; equal ones stay as they are."""
+        std = float(scores.std()) if self._objectives.divide_by_std and len(scores) > 1 else 1.0
+        return 1.0 / std if std > MIN_STD else 1.0
 
     def state(self) -> dict[str, Any]:
         return {"ideal": dict(self._ideal)}
@@ -136,16 +165,38 @@ class RewardRules:
         return torch.tensor([self._signs[name] * values[name] for name in self._names], dtype=torch.float64)
 
 
-def _with_reward(row: Trajectory, reward: float) -> Trajectory:
-    """The trajectory with this total reward; the difference falls on its last action token."""
+def _with_reward(row: Trajectory, reward: float, factor: float) -> Trajectory:
+    """The trajectory with this total reward: each of its own times the factor, the rest on its last action token."""
     actions = np.flatnonzero(row.mask)
-    rewards = row.rewards.copy()
+    rewards = factor * row.rewards
     if len(actions):  # the last action has seen the whole answer: earlier tokens reach it through the return
-        rewards[actions[-1]] += reward - row.reward
+        rewards[actions[-1]] += reward - factor * row.reward
     return replace(row, rewards=rewards, reward=reward)
 
 
-def _check(objectives: ObjectivesConfig, overlong: OverlongConfig) -> None:
+def _cache_tokens(overlong: OverlongConfig, max_tokens: int) -> int:
+    """Tokens before `max_tokens` over which the penalty grows; 0 is no penalty."""
+    if overlong.cache_tokens is not None:
+        return overlong.cache_tokens
+    if overlong.cache_ratio or overlong.max_tokens is None:
+        return math.ceil(overlong.cache_ratio * max_tokens)
+    return min(1024, max(1, max_tokens // 4))
+
+
+def _check_overlong(overlong: OverlongConfig, cache_tokens: int, longest: int) -> None:
+    limit = overlong.max_tokens or longest
+    if limit > longest:
+        raise ConfigError(
+            f"overlong.max_tokens={limit} is more than the {longest} new tokens that a trajectory may have "
+            "(rollout.train.sampling.max_new_tokens in each turn): lower the one or raise the other."
+        )
+    if cache_tokens > limit:
+        raise ConfigError(f"overlong.cache_tokens={cache_tokens} is more than the {limit} tokens allowed: lower it.")
+    if overlong.scale is not None and not cache_tokens:
+        raise ConfigError(f"overlong.scale={overlong.scale} does nothing without overlong.cache_ratio.")
+
+
+def _check(objectives: ObjectivesConfig) -> None:
     method, names = objectives.combine, sorted(objectives.components)
     if method not in METHODS:
         raise ConfigError(f"objectives.combine={method!r} is unknown: choose one of {', '.join(METHODS)}.")
@@ -164,5 +215,3 @@ def _check(objectives: ObjectivesConfig, overlong: OverlongConfig) -> None:
     unknown = sorted((set(objectives.ideal) | set(objectives.reference_point)) - set(names))
     if unknown:
         raise ConfigError(f"objectives.ideal and objectives.reference_point name {unknown}, which are no components.")
-    if overlong.scale != OverlongConfig().scale and not overlong.cache_ratio:
-        raise ConfigError(f"overlong.scale={overlong.scale} does nothing without overlong.cache_ratio.")

@@ -28,6 +28,7 @@ from streamrl.config.eval_sets import EvalSet
 from streamrl.config.schema import SamplesConfig
 from streamrl.environment import HasTarget, KnowsAnswer, Task
 from streamrl.messages import EVAL_BIT, BatchShare, EvalResult, KeptGroup
+from streamrl.messages.printable import printable
 from streamrl.messages.seeding import draw_key, mix64
 from streamrl.metrics.samples import TRAINED, Sample, SampleFile, SampleTokens, Turn
 
@@ -156,6 +157,9 @@ log = logging.getLogger("streamrl.learner")
 MAX_WAITING = 64
 """Steps whose samples may wait for the writer; a learner that is faster than it loses some."""
 
+MAX_ECHOED = 240
+"""Characters of a prompt, and of an answer, that are printed."""
+
 _DRAFTS = msgspec.msgpack.Decoder(list[Draft])
 
 
@@ -163,9 +167,10 @@ class SampleWriter:
     """Decodes and writes in a thread of its own, which a training step never waits for."""
 
     def __init__(
-        self, file: SampleFile, model_dir: Path, *, num_detailed_tokens: int, expected: Callable[[Sample], str]
+        self, file: SampleFile, model_dir: Path, *, settings: SamplesConfig, expected: Callable[[Sample], str]
     ) -> None:
-        self._file, self._model_dir, self._num_detailed_tokens = file, model_dir, num_detailed_tokens
+        self._file, self._model_dir, self._num_detailed_tokens = file, model_dir, settings.num_detailed_tokens
+        self._echo_every, self._echoed = settings.echo_every_steps, 0
         self._expected = expected
         self._waiting: queue.Queue[list[Draft] | None] = queue.Queue(MAX_WAITING)
         self._written: queue.SimpleQueue[Sample] = queue.SimpleQueue()
@@ -212,6 +217,17 @@ class SampleWriter:
             failed = False
             for sample in samples:
                 self._written.put(sample)
+                self._echo(sample)
+
+    def _echo(self, one: Sample) -> None:
+        """Print one that was trained on, if it is the turn of its step."""
+        due = self._echo_every and (one.step - 1) % self._echo_every == 0 and one.step != self._echoed
+        if due and one.kind == "train" and one.fate == TRAINED:
+            self._echoed = one.step
+            prompt = one.prompt if len(one.prompt) <= MAX_ECHOED else f"...{one.prompt[-MAX_ECHOED:]}"
+            answer = one.answer if len(one.answer) <= MAX_ECHOED else f"{one.answer[:MAX_ECHOED]}..."
+            told = printable(prompt), printable(answer)  # both are a model's or a user's words
+            log.info("step %d, an answer with reward %.3g: %s -> %s", one.step, one.reward, *told)
 
 
 class StepSamples:
@@ -317,9 +333,7 @@ def open_samples(
     writer = None
     if ranks.rank == 0 and (settings.num_per_step or settings.num_per_eval):
         file = SampleFile(run_dir, max_bytes=settings.max_bytes, resume_step=resume_step)
-        writer = SampleWriter(
-            file, model_dir, num_detailed_tokens=settings.num_detailed_tokens, expected=expected
-        )
+        writer = SampleWriter(file, model_dir, settings=settings, expected=expected)
     return StepSamples(settings, seed=seed, ranks=ranks, writer=writer, steps_per_batch=steps_per_batch)
 
 

@@ -90,7 +90,9 @@ def make_objective(
     loss_weights = LossWeights(config.kl, config.entropy, config.constraint, config.loss, num_steps=num_steps)
     if "loss" in controls:
         loss_weights.restore(controls["loss"])
-    reward_rules = RewardRules(config.objectives, config.overlong, max_tokens=answer_limit(config))
+    reward_rules = RewardRules(
+        config.objectives, config.overlong, max_tokens=answer_limit(config), correct=config.reward.correct
+    )
     reward_rules.restore(controls.get("scores", {}))
     return Objective(
         config.advantage, config.loss, max_lag=largest_max_lag(config), max_new_tokens=answer_limit(config),

@@ -14,7 +14,8 @@ settings, with their defaults:
     rollout.num_prompts_per_step=16         records of a step
     trainer.num_steps=100                   or passes over the records, trainer.num_epochs
     eval.every_steps=25                     held-out loss, of eval.num_samples=100 records; 0 samples is off
-    learner.max_tokens_per_device=4096      longer records are cut
+    data.max_tokens                         of a record, or of each answer of a pair; longer ones are cut
+    learner.max_tokens_per_device=4096      of records trained together, and most of one
     dpo.beta=0.1                            of the log-ratio to the reference
 
 Every setting: streamrl settings; more: docs/supervised.md

@@ -168,10 +168,14 @@ class Sft:
 
 
 class _OfPairs:
-    """Base of the methods that read pairs."""
+    """Base of the methods that read pairs.
+
+    Args:
+        max_tokens: a longer side of a pair is cut to so many.
+    """
 
     def __init__(self, encoder: Encoder, data: DataConfig, max_tokens: int) -> None:
-        self._encoder, self._max_tokens = encoder, max_tokens // 2  # of each side: both are packed as one row
+        self._encoder, self._max_tokens = encoder, max_tokens
         self.shape = shape_of(data, pairs=True)
 
     def row(self, place: int, record: Record) -> Trajectory | None:
@@ -228,7 +232,7 @@ class RewardModel(_OfPairs):
     """
 
     def __init__(self, network: RewardNetwork, encoder: Encoder, data: DataConfig, *, max_tokens: int) -> None:
-        super().__init__(encoder, data, max_tokens - 2)
+        super().__init__(encoder, data, max_tokens)
         self.network = network
         self.padding = padding_of(encoder.tokenizer)
 

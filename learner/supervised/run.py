@@ -237,6 +237,24 @@ class Opened:
     encoder: Encoder
 
 
+def side_limit(config: Config, kind: str) -> int:
+    """Most tokens of a conversation, or of each side of a pair, that is trained on.
+
+    Raises ConfigError: a packed row cannot hold what `data.max_tokens` allows.
+    """
+    budget = config.learner.max_row_tokens
+    # Both sides of a pair are packed as one row; a reward model's have a token more each, at which it is read.
+    room = budget if kind == "sft" else budget // 2 - (kind == "train-reward-model")
+    wanted = config.data.max_tokens
+    if wanted is not None and wanted > room:
+        raise ConfigError(
+            f"data.max_tokens={wanted} is more than the {room} tokens that fit into learner.max_tokens_per_device="
+            f"{config.learner.max_tokens_per_device}{'' if kind == 'sft' else ', with both sides of a pair in it'}: "
+            "lower the one or raise the other"
+        )
+    return room if wanted is None else wanted
+
+
 def check_start(config: Config, kind: str) -> None:
     """Check the settings and the model's files, before there is a run directory. Raises ConfigError."""
     if config.policy.model_path is None or config.data.path is None:
@@ -244,6 +262,7 @@ def check_start(config: Config, kind: str) -> None:
         raise ConfigError(f"streamrl {kind} needs {missing}=...: the model to start from, and a file of records")
     if kind == "train-reward-model" and config.policy.lora.rank is not None:
         raise ConfigError("policy.lora.rank trains an adapter of a policy: leave it out for a reward model")
+    side_limit(config, kind)
     config.data.chat_template = template_text(config.data.chat_template)
     models = {"policy.model_path": config.policy, "reference.model_path": config.reference}
     find_models(models, log.info, allow=config.actors.allow)
@@ -321,7 +340,7 @@ def make_method(
     config: Config, kind: str, records: Opened, past: ResumeState, ranks: Ranks
 ) -> tuple[Method, torch.optim.Optimizer]:
     """The method with its networks as the starting model or the predecessor's checkpoint has them; collective."""
-    model_dir, encoder, max_tokens = records.model_dir, records.encoder, config.learner.max_row_tokens
+    model_dir, encoder, max_tokens = records.model_dir, records.encoder, side_limit(config, kind)
     if kind == "train-reward-model":
         network = load_reward_network(
             model_dir, config.learner, ranks, dtype=compute_dtype(config.policy.dtype, ranks.device),

@@ -15,6 +15,7 @@ from streamrl.config.schema import (
     LoraConfig,
     PublishWhen,
     SamplingConfig,
+    SplitConfig,
     StalenessMode,
 )
 from streamrl.errors import ConfigError
@@ -133,6 +134,12 @@ def _check_ranges(config: Config) -> None:
         f"filter.accuracy_range={accuracy} must be two numbers, the lower one first, e.g. [0.01,0.99]",
     )
     _check_train_sampling(config.rollout.train.sampling)
+    _check_train_split(config.rollout.train)
+    _need(
+        not config.objectives.divide_by_std or config.advantage.scale == "none",
+        f"objectives.divide_by_std=true does nothing with advantage.scale={config.advantage.scale}, which divides the "
+        "same rewards by another spread: leave one of them out",
+    )
     _need(
         config.eval.pin or config.eval.pin_s == EvalConfig().pin_s,
         f"eval.pin_s={config.eval.pin_s:g} does nothing with eval.pin=false: leave one of them out",
@@ -154,6 +161,28 @@ def _check_train_sampling(sampling: SamplingConfig) -> None:
         sampling.top_k <= sampling.max_kept,
         f"{name}.top_k={sampling.top_k} is above {name}.max_kept={sampling.max_kept}, the most ids of a token that "
         "travel to the learner: lower the one or raise the other",
+    )
+
+
+def _check_train_split(train: SplitConfig) -> None:
+    temperatures, top_p, final = train.member_temperatures, train.member_top_p, train.final_temperature
+    _need(
+        all(one > 0 for one in temperatures),
+        f"rollout.train.member_temperatures={temperatures} must be positive numbers, e.g. [0.6,0.8,1.0,1.2]",
+    )
+    _need(
+        all(0 < one <= 1 for one in top_p),
+        f"rollout.train.member_top_p={top_p} must be numbers above 0 and at most 1, e.g. [0.9,1.0]",
+    )
+    _need(
+        (final is not None) == (train.num_annealing_steps > 0),
+        f"rollout.train.final_temperature={final} and rollout.train.num_annealing_steps={train.num_annealing_steps} "
+        "need each other: set both, or leave both out",
+    )
+    _need(
+        final is None or not (temperatures or top_p),
+        f"rollout.train.final_temperature={final} moves one temperature, and rollout.train.member_temperatures or "
+        "member_top_p give each member of a group its own sampling: leave one of them out",
     )
 
 

@@ -78,6 +78,14 @@ class SamplingConfig:
 class SplitConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How tokens are drawn."""
+    member_temperatures: list[float] = field(default_factory=list)
+    """Temperatures of the members of a group in turn, in place of that of the sampling: [0.6,0.8,1.0,1.2]."""
+    member_top_p: list[float] = field(default_factory=list)
+    """The same of top_p; each member is trained under the distribution that it was drawn from."""
+    final_temperature: Positive | None = None
+    """The temperature goes linearly to this, over the groups of `rollout.train.num_annealing_steps` batches."""
+    num_annealing_steps: Count = 0
+    """Batches of groups until `rollout.train.final_temperature` is reached; groups that filters drop count too."""
 
 
 @dataclass

@@ -64,8 +64,15 @@ class AdaptiveConfig:
 class OverlongConfig:
     cache_ratio: Share = 0.0
     """Soft overlong penalty: the reward falls by up to 1 over this last part of the allowed new tokens; 0 is off."""
-    scale: float = 1.0
-    """Size of the penalty at the limit."""
+    cache_tokens: PositiveInt | None = None
+    """The same part as a number of tokens, which wins. Null with `overlong.max_tokens` and no ratio is a quarter of
+    that, at most 1024."""
+    max_tokens: PositiveInt | None = None
+    """Length from which the whole penalty applies; null is the most new tokens that a trajectory may have."""
+    scale: float | None = None
+    """Size of the penalty at the limit; null is `reward.correct`, what a right answer earns."""
+    zero_when_truncated: bool = False
+    """An answer that a limit of tokens or turns cut is trained on with the reward 0, whatever the task paid."""
 
 
 @dataclass
@@ -81,6 +88,9 @@ class ObjectivesConfig:
     """What a point must exceed to have any hypervolume."""
     bonus: float = 0.1
     """Weight of the group bonus of pareto and hypervolume."""
+    divide_by_std: bool = False
+    """Divide the rewards of a batch by their standard deviation before any baseline or value is subtracted; their mean
+    is not shifted. It suits critics, whose advantages `advantage.scale` does not reach."""
     archive_size: int = 100
     """Most evaluations in pareto.json."""
 

@@ -256,6 +256,8 @@ class SamplesConfig:
     """Trajectories of each step that samples.jsonl keeps, each of another group, drawn at random; 0 keeps none."""
     num_per_eval: Count = 8
     """Transcripts of each evaluation that samples.jsonl keeps, always of the same prompts; 0 keeps none."""
+    echo_every_steps: Count = 25
+    """Print one of them in the learner's log at the first step and after every so many, cut to a line; 0 never."""
     num_detailed_tokens: Count = 512
     """Leading tokens of a sample that are also kept one by one, with their ids, versions and importance ratios."""
     max_bytes: PositiveInt = 64 << 20

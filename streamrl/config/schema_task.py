@@ -38,6 +38,9 @@ class DataConfig:
     """Field of the better answer of a pair, for `streamrl dpo` and `streamrl train-reward-model`."""
     rejected_key: str = "rejected"
     """Field of the worse answer of a pair."""
+    max_tokens: PositiveInt | None = None
+    """Most tokens of a record of `streamrl sft`, and of each answer of a pair with its prompt; longer ones are cut.
+    Null is all that `learner.max_tokens_per_device` holds, for a pair half of it a side."""
     train_roles: list[str] = field(default_factory=lambda: ["assistant"])
     """Whose messages `streamrl sft` trains on: assistant, tool, user, system; [tool] learns what tools return."""
     on_bad_record: OnBadRecord = OnBadRecord.error
@@ -62,6 +65,10 @@ class ToolUseConfig:
     """Most calls of an episode; then the model is asked for its final answer."""
     max_output_chars: PositiveInt = 2000
     """Longer answers of a tool are cut."""
+    call_reward: float = 0.0
+    """Reward of a turn for each call in it that works; the score remains the task's."""
+    error_penalty: float = 0.0
+    """What a turn loses for each call in it that fails."""
     role: ToolRole = ToolRole.tool
     """Role of a tool's answer in the conversation; `user` for a chat template that knows no tools."""
     describe: bool = True
@@ -106,6 +113,9 @@ class EnvConfig:
     """Longest time that one reset or step of an environment may take."""
     num_threads: PositiveInt | None = None
     """Threads in which plain (not async) environments run; null is 4, and up to 64 while their calls mostly wait."""
+    num_max_instances: PositiveInt | None = None
+    """Most environments that one actor may have open, as containers or browsers; other episodes wait until one's
+    `close()` has returned. Null is no limit."""
     on_error: OnEnvError = OnEnvError.drop
     """An environment that raises or hangs: `drop` aborts the trajectory, `floor` gives it `env.reward_floor`."""
     reward_floor: float = 0.0

@@ -285,6 +285,8 @@ class Lease(Message):
     """Above 0: answer with exactly `min_version`, and delay installs until this lease is done, so long at most."""
     num_after: U32 = 0
     """Prompts that wait for the same version after this one."""
+    samplings: Annotated[tuple[Sampling, ...], Meta(max_length=1024)] = ()
+    """The sampling of each member in place of `sampling`, which then names its own; empty where all are alike."""
 
     @property
     def ref(self) -> tuple[int, int]:
@@ -345,6 +347,10 @@ class Turn(Message):
     start: U32
     end: U32
     reward: float
+    score: float | None = None
+    """The environment's score of the turn, where that is another number than its reward."""
+    finish: Word = ""
+    """What ended the turn: stop, length or abort; empty from an actor that does not say."""
 
 
 class SequenceStart(Message):
@@ -382,6 +388,8 @@ class Member(Message):
     """The ids that each action token was drawn from (`messages.validate`); empty of the whole distribution."""
     agents: Annotated[tuple[Word, ...], Meta(max_length=MAX_SEQUENCES)] = ()
     """The agent that read each sequence, the first one's too; empty where none has a name."""
+    sampling: Sampling | None = None
+    """How its tokens were drawn, where a lease had `samplings`; None is the group's."""
 
     @property
     def cut(self) -> bool:
@@ -409,6 +417,11 @@ class Group(Message):
     stats: Annotated[dict[Word, float], Meta(max_length=64)]
     answers: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=1024)] = ()
     """The final answer of each member of an evaluation, for majority votes."""
+
+    @property
+    def samplings(self) -> tuple[Sampling, ...]:
+        """Every distribution that tokens of the group were drawn from, its own first."""
+        return self.sampling, *(one.sampling for one in self.members if one.sampling is not None)
 
     @property
     def num_failed_episodes(self) -> int:

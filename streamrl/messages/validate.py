@@ -28,6 +28,8 @@ its own (`ContentError.check`):
     sequence_prompt_missing, sequence_prompt_length, sequence_prompt_vocabulary     as above, of a later sequence
     reward_finite       a NaN or an infinity                            (`turn_reward_finite`, `score_finite` likewise)
     reward_size         beyond MAX_MAGNITUDE                            (`turn_reward_size`, `score_size` likewise)
+    turn_score_finite   a NaN or an infinity, where a turn has a score of its own
+    turn_score_size     the same beyond MAX_MAGNITUDE
     score_name          a score's name is empty or not printable
     agents              not one name for each sequence, or one that is not printable
 
@@ -128,7 +130,8 @@ def check_group(group: Group, limits: Limits, leased: Collection[int]) -> tuple[
     Raises:
         ContentError: a rule is broken; `.check` is its name, the message says where and by what.
     """
-    _check_sampling(group.sampling)
+    for sampling in group.samplings:
+        _check_sampling(sampling)
     if not group.members and group.outcome != Outcome.RETURNED:
         raise ContentError("empty", f"group {group.group_id} has no members but outcome {group.outcome}, not RETURNED")
     _check_indices(group, leased)
@@ -193,13 +196,14 @@ def _check_spans(group: Group, member: Member, num_tokens: int, num_actions: int
 
 def _check_sets(group: Group, member: Member, vocab_size: int) -> None:
     """Check the sets of a member whose mask was checked."""
-    cut, where = is_truncated(group.sampling), _where(group, member)
+    sampling = member.sampling or group.sampling
+    cut, where = is_truncated(sampling), _where(group, member)
     if not member.sets:
         if cut and member.mask and not group.group_id & EVAL_BIT:
-            raise ContentError("set_missing", f"{where} was drawn with {group.sampling}, and does not say of which ids")
+            raise ContentError("set_missing", f"{where} was drawn with {sampling}, and does not say of which ids")
         return
     if not cut:
-        raise ContentError("set_missing", f"{where} names sets of ids and was drawn with {group.sampling}, from all")
+        raise ContentError("set_missing", f"{where} names sets of ids and was drawn with {sampling}, from all")
     tokens = np.frombuffer(member.token_ids, dtype="<i4")
     drawn = np.concatenate([tokens[start:end] for start, end in member.mask])
     sizes, ids = unpack_sets(member.sets, len(drawn), where)
@@ -417,6 +421,8 @@ def _check_rewards(group: Group, member: Member) -> None:
     for turn in member.turns:
         if not abs(turn.reward) <= MAX_MAGNITUDE:
             _raise_of_number(group, member, turn.reward, "turn_reward", f"the reward of turn {turn.start}..{turn.end}")
+        if turn.score is not None and not abs(turn.score) <= MAX_MAGNITUDE:
+            _raise_of_number(group, member, turn.score, "turn_score", f"the score of turn {turn.start}..{turn.end}")
     for name, score in member.scores.items():
         if not (name and name.isprintable()):
             _refuse(group, member, "score_name", f": the score {name!r} has no printable name")

@@ -6,6 +6,7 @@ Texts are decoded where the run's tokenizer is at hand; token ids, log-probs and
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,18 +33,28 @@ _CONFIGS = ("generation_config.json", "config.json")
 Text = Callable[[Sequence[int]], str]
 
 
-def export(groups: Iterable[LoggedGroup], out: Path, *, run_id: str, model: str, text: Text | None) -> int:
-    """Write every answer of the groups, and return their number; without one nothing is written.
+def export(
+    groups: Iterable[LoggedGroup],
+    out: Path,
+    *,
+    run_id: str,
+    model: str,
+    text: Text | None,
+    rewards: tuple[float, float] = (-math.inf, math.inf),
+) -> int:
+    """Write the answers of the groups, and return their number; without one nothing is written.
 
     Args:
         out: FILE.parquet, FILE.json (a list of trajectories), or a folder that gets a file for each trajectory.
         text: decodes token ids; None where there is no tokenizer.
+        rewards: the smallest and the largest reward of an answer.
     Raises:
         ControlError: another kind of file, or a library is missing.
     """
     if out.suffix not in (".parquet", ".json", ""):
         raise ControlError(f"--export {out}: give FILE.parquet, FILE.json, or a folder for one file a trajectory")
-    found = ((group, member) for group in groups for member in group.members)
+    low, high = rewards
+    found = ((group, member) for group in groups for member in group.members if low <= member.reward <= high)
     if (first := next(found, None)) is None:
         return 0
     answers = chain([first], found)
@@ -65,7 +76,9 @@ def row(group: LoggedGroup, member: Member, text: Text | None) -> dict[str, Any]
         "prompt_index": arrived.prompt_index, "outcome": group.outcome, "reason": group.reason,
         "trained_at": group.trained_at, "reward": member.reward, "scores": json.dumps(member.scores),
         "finish": member.finish, "truncated": member.status == MemberStatus.TRUNCATED,
-        "temperature": group.group.sampling.temperature if group.group else 0.0, "num_turns": len(member.turns),
+        "temperature": (member.sampling or group.group.sampling).temperature if group.group else 0.0,
+        "num_turns": len(member.turns),
+        "turn_rewards": [turn.reward for turn in member.turns], "turn_finishes": [one.finish for one in member.turns],
         "num_sequences": 1 + len(member.sequences), "agents": list(member.agents),
         "prompt": text(prompt) if text else None, "answer": _said(text, tokens) if text else None,
         "prompt_ids": prompt, "token_ids": tokens,
@@ -89,7 +102,7 @@ def trajectory(group: LoggedGroup, member: Member, *, run_id: str, model: str, t
                 "prompt_tokens": len(read), "completion_tokens": end - start, "prompt_token_ids": read,
                 "completion_token_ids": tokens[start:end], "logprobs": logprobs[start:end],
             },
-            "extra": {"reward": turn.reward},
+            "extra": {"reward": turn.reward, "score": turn.score, "finish": turn.finish},
         }
         if following > end:
             step["observation"] = {"results": [{"content": said(tokens[end:following])}]}
@@ -213,7 +226,8 @@ def _parquet(answers: Iterable[dict[str, Any]], out: Path) -> int:
         "sequence": pa.int64(), "group_id": pa.int64(), "member": pa.int32(), "actor": words,
         "prompt_index": pa.int64(), "outcome": words, "reason": words, "trained_at": pa.int64(),
         "reward": pa.float64(), "scores": words, "finish": words, "truncated": pa.bool_(), "temperature": pa.float64(),
-        "num_turns": pa.int32(), "num_sequences": pa.int32(), "agents": pa.list_(words),
+        "num_turns": pa.int32(), "turn_rewards": pa.list_(pa.float64()), "turn_finishes": pa.list_(words),
+        "num_sequences": pa.int32(), "agents": pa.list_(words),
         "prompt": words, "answer": words, "prompt_ids": integers,
         "token_ids": integers, "logprobs": numbers, "versions": pa.list_(pa.int64()),
     }

@@ -57,7 +57,9 @@ def stream(words: list[str]) -> int:
         cls for name, cls in KINDS.items() if (name == "group" if of_groups else name != "moved")
     )
     if given.export:
-        return _export(run_dir, wanted, Path(given.export))
+        return _export(run_dir, wanted, Path(given.export), _range("--answer-reward", given.answer_reward, float))
+    if given.answer_reward:
+        raise ControlError("--answer-reward chooses among the answers of an export: give --export FILE.parquet too")
     text, found = _decoder(run_dir) if given.text else None, False
     for sequence, record in rows(run_dir, wanted):
         if isinstance(record, kinds) and _within(record, wanted.versions):
@@ -167,14 +169,14 @@ def _within(record: Record | LoggedGroup, versions: tuple[int, int] | None) -> b
     return version is not None and versions[0] <= version <= versions[1]
 
 
-def _export(run_dir: Path, wanted: Wanted, out: Path) -> int:
+def _export(run_dir: Path, wanted: Wanted, out: Path, rewards: tuple[float, float] | None) -> int:
     text = run_text(run_dir)
     if text is None:
         print("no tokenizer was found: printing token ids without texts", file=sys.stderr)
     start = next((one for _, one in read_records(run_dir, complete_from=ANYWHERE) if isinstance(one, RunStarted)), None)
     num = export(
         _selected(run_dir, wanted), out, run_id=start.run_id if start else run_dir.resolve().name,
-        model=_model_of(start), text=text,
+        model=_model_of(start), text=text, rewards=rewards or (-math.inf, math.inf),
     )
     if not num:
         print("no answers match; nothing written", file=sys.stderr)
@@ -239,6 +241,8 @@ def _parser() -> argparse.ArgumentParser:
         "--export", metavar="FILE", help="write the answers: FILE.parquet, FILE.json (a list of ATIF-v1.7 "
         "trajectories), or a folder that gets a file for each trajectory",
     )
+    parser.add_argument("--answer-reward", metavar="MIN..MAX", help="export only answers whose own reward lies between "
+                        "these; 0.9.. has no end")
     parser.add_argument(
         "--repair", action="store_true", help="cut a damaged log at the damage; the removed part stays next to it, and "
         "is no longer read",

@@ -15,6 +15,7 @@ from learner.hub.ledger.state import Part, State
 from learner.hub.ledger.tables.actor import Actor
 from learner.hub.ledger.tables.dedup import DedupEntry
 from learner.hub.ledger.tables.groups import Delivery, GroupRecord, GroupState
+from learner.hub.ledger.tables.settings import SamplingRule
 from streamrl.errors import ContentError
 from streamrl.messages import EVAL_BIT, Group, GroupOrigin, Outcome, RejectReason, ReturnReason, Sampling
 from streamrl.messages.validate import MemberSummary, check_group, is_scorable
@@ -126,12 +127,20 @@ class Acceptance(Part):
             self.counts[f"num_malformed_{error.check}"] += 1
             raise Refused(RejectReason.MALFORMED, f"{error.check}: {error}", strike=True) from error
 
-    def _check_sampling(self, group: Group, leased: Sampling, *, or_scorable: bool = False) -> None:
+    def _check_sampling(
+        self, group: Group, leased: Sampling, rule: SamplingRule | None = None, *, or_scorable: bool = False
+    ) -> None:
         """Check that answers were drawn as the lease asked, or with `or_scorable` in any way that can be scored."""
-        if not group.members or group.sampling == leased or (or_scorable and is_scorable(group.sampling)):
+        rule = rule or SamplingRule()
+        wrong = [one for one in group.members if one.sampling != rule.of_member(one.index)]
+        right = not group.members or (group.sampling == leased and not wrong)
+        if right or (or_scorable and all(map(is_scorable, group.samplings))):
             return
         self.counts["num_malformed_sampling"] += 1
-        detail = f"sampling: group {group.group_id} was drawn with {group.sampling}, the lease asked for {leased}"
+        drawn, asked = group.sampling, leased
+        if wrong:
+            drawn, asked = wrong[0].sampling or drawn, rule.of_member(wrong[0].index) or asked
+        detail = f"sampling: group {group.group_id} was drawn with {drawn}, the lease asked for {asked}"
         raise Refused(RejectReason.MALFORMED, detail, strike=True)
 
     def _check_versions(self, group: Group, summaries: Summaries) -> None:
@@ -166,7 +175,8 @@ class Acceptance(Part):
             return True
         self._check_open(record, group, summaries)
         # The learner scores a group under the sampling that it names: what survived a restart may have an earlier one.
-        self._check_sampling(group, self.state.sampling, or_scorable=actor.survived_restart)
+        leased = self.state.sampling_of(group.group_id)
+        self._check_sampling(group, leased, self.settings.sampling_rule, or_scorable=actor.survived_restart)
         self._check_versions(group, summaries)
         self._check_age(actor, record, group, frame, summaries)
         commit(self.state, self._arrival(actor, record, group, frame), summaries)

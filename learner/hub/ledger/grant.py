@@ -139,6 +139,7 @@ class Grants(Part):
 
     def _lease_train(self, actor: Actor, record: GroupRecord, prompt: bytes, now: float) -> Lease:
         attempt, members = record.next_attempt, self.lifecycle.missing(record)
+        rule = self.settings.sampling_rule
         self.counts["num_groups_leased"] += 1
         self.counts["num_leases_reissued"] += attempt > 0
         self.counts["lost_on_crash"] += bool(record.holder)
@@ -151,8 +152,9 @@ class Grants(Part):
             group_id=record.group_id, attempt=attempt, prompt_index=record.prompt_index, pass_index=record.pass_index,
             prompt=prompt, members=members,
             seeds=tuple(member_seed(self.state.run_seed, record.group_id, member) for member in members),
-            min_version=actor.installed, sampling=self.state.sampling, ttl_s=self.settings.lease_ttl_s,
-            purpose=Purpose.TRAIN,
+            min_version=actor.installed, sampling=self.state.sampling_of(record.group_id),
+            ttl_s=self.settings.lease_ttl_s, purpose=Purpose.TRAIN,
+            samplings=tuple(own for member in members if (own := rule.of_member(member)) is not None),
         )
 
 

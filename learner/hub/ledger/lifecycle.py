@@ -90,7 +90,8 @@ class GroupLifecycle(Part):
             group, _ = read_frame(frame, self.settings.limits)
         except WireError as error:
             return str(error)
-        return None if is_scorable(group.sampling) else f"group {group.group_id} was drawn with {group.sampling}"
+        wild = next((one for one in group.samplings if not is_scorable(one)), None)
+        return None if wild is None else f"group {group.group_id} was drawn with {wild}"
 
     def _make_ready(self, record: GroupRecord, *, discarded: bool) -> None:
         if discarded or record.state is not GroupState.READY:

@@ -105,6 +105,11 @@ class State:
         self.journal = Journal()
 
 
+    def sampling_of(self, group_id: int) -> Sampling:
+        """The sampling that a training group is leased with, however often that is."""
+        return self.settings.sampling_rule.of_group(self.sampling, group_id // self.settings.lag.groups_per_batch)
+
+
 class Part:
     """One part of a ledger: it reads the state, decides, and commits records."""
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.engines.base import Engine
 from actors.engines.native.weights import checkpoint_tensors
+from actors.env_calls.instances import Instances
 from actors.episode import EpisodeRules, EpisodeRunner
 from actors.render import Renderer
 from actors.runtime import ActorRuntime
@@ -119,9 +120,15 @@ def says(text: str) -> Callable[[Sequence[int], int, VersionRef], list[int]]:
     return lambda prompt, seed, version: ids_of(text)
 
 
-def make_runner(task: Any, engine: Engine, *, num_threads: int = 4, renderer: Renderer | None = None, **rules: Any):
+def make_runner(
+    task: Any, engine: Engine, *, num_threads: int = 4, renderer: Renderer | None = None,
+    instances: Instances | None = None, **rules: Any,
+):
     rules = {"max_prompt_tokens": 16, "max_new_tokens": 8, "max_turns": 1, **rules}
-    return EpisodeRunner(task, engine, renderer or Renderer(TOKENIZER), EpisodeRules(**rules), num_threads=num_threads)
+    return EpisodeRunner(
+        task, engine, renderer or Renderer(TOKENIZER), EpisodeRules(**rules), num_threads=num_threads,
+        instances=instances,
+    )
 
 
 async def installed_engine(reply: Any = None, **options: Any) -> ScriptedEngine:

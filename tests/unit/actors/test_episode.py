@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from actors.env_calls.instances import Instances
 from actors.render import Renderer
 from actors.rollout import run_group, sendable
+from envs.adapters.gymnasium_text import GymnasiumEnv
+from envs.agents.task import AgentEnv
+from envs.tools.environment import ToolRules, tool_env
 from streamrl.environment import ChatMessage, Step
 from streamrl.messages import TO_HUB, Limits, MemberStatus, Outcome, Purpose, ReturnReason, Sampling, Span, Turn
 from streamrl.messages.codec import Decoder, encode, unpack_ids, unpack_logprobs
@@ -51,7 +55,8 @@ async def test_rewards_of_number_libraries_become_plain_numbers_that_can_be_sent
     group, _ = await play_one(always(reward=number, score=number, parts={"form": number}))
     (member,) = group.members
     assert encode(group)
-    assert (member.reward, member.turns, member.scores) == (0.5, (Turn(0, 2, 0.5),), {"form": 0.5, "score": 0.5})
+    assert (member.reward, member.turns) == (0.5, (Turn(0, 2, 0.5, finish="stop"),))
+    assert member.scores == {"form": 0.5, "score": 0.5}
     assert {type(x) for x in (member.reward, *member.scores.values(), member.turns[0].reward)} == {float}
 
 
@@ -115,6 +120,26 @@ async def test_an_environment_that_cannot_be_made_or_says_nonsense_costs_the_mem
     assert group.reason == ReturnReason.ENV_ERROR
 
 
+async def test_members_are_drawn_with_samplings_of_their_own_and_name_them():
+    engine = await installed_engine()
+    own = (Sampling(temperature=0.5), Sampling(temperature=1.5))
+    granted = lease(members=2, samplings=own)
+    group = await run_group(granted, make_runner(always(), engine))
+    assert tuple(member.sampling for member in group.members) == own and group.sampling == granted.sampling
+    assert {request.seed: request.sampling for request in engine.requests} == dict(enumerate(own))
+    assert sendable(group, granted, LIMITS) is group
+
+
+@pytest.mark.parametrize(("where", "task"), [
+    ("reset", TableTask(lambda action: Step(1.0), lambda record: [ChatMessage("human", "hi")])),
+    ("step", TableTask(lambda action: Step(0.0, done=False, messages=[ChatMessage("human", "hi")]))),
+    ("step", TableTask(lambda action: Step(0.0, done=False, context=[ChatMessage("human", "hi")]))),
+])
+async def test_a_role_that_does_not_exist_costs_the_member_and_is_named_during_a_run_too(where, task):
+    group, _ = await play_one(task, max_turns=2)
+    assert re.search(rf"{where} of task table gave the role 'human': allowed are system, user", group.detail)
+
+
 # --- turns ----------------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +170,9 @@ async def test_three_turns_stand_in_one_trajectory_with_observations_off_the_mas
     (member,) = group.members
     assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two q2 three"
     assert member.mask == ((0, 3), (7, 10), (14, 19))
-    assert member.turns == (Turn(0, 3, 1.0), Turn(7, 10, 2.0), Turn(14, 19, 3.0)) and member.reward == 6.0
+    assert [(turn.start, turn.end, turn.reward) for turn in member.turns] == [
+        (0, 3, 1.0), (7, 10, 2.0), (14, 19, 3.0)
+    ] and member.reward == 6.0
     assert member.versions == (Span(1, 1, 0, 3), Span(1, 1, 7, 10), Span(1, 1, 14, 19))
     logprobs = unpack_logprobs(member.logprobs)
     actions = np.zeros(19, bool)
@@ -165,7 +192,7 @@ async def test_an_observation_that_leaves_no_room_for_an_answer_ends_the_episode
     group, runner = await play_one(three_turns(done_at=3), engine, max_turns=5, max_tokens=16)
     (member,) = group.members
     assert TOKENIZER.decode(unpack_ids(member.token_ids)) == "one q1 two"
-    assert member.mask == ((0, 3), (7, 10)) and member.turns == (Turn(0, 3, 1.0), Turn(7, 10, 2.0))
+    assert member.mask == tuple((turn.start, turn.end) for turn in member.turns) == ((0, 3), (7, 10))
     assert (member.status, member.finish) == (MemberStatus.TRUNCATED, "length")
     assert runner.num_env_errors == 0 and group.outcome == Outcome.COMPLETE
 
@@ -197,6 +224,19 @@ async def test_an_answer_cut_by_max_new_tokens_and_judged_is_finished_and_says_t
     (member,) = group.members
     assert (len(member.token_ids), member.status, member.finish) == (16, MemberStatus.FINISHED, "length")
     assert member.cut
+
+
+async def test_each_turn_says_how_it_ended_and_its_score_where_that_is_not_its_reward():
+    answers = [Step(0.5, done=False, score=2.0, messages=[ChatMessage("user", "q")]), Step(1.0, score=1.0)]
+    engine = await installed_engine(reply_by_turn("abcdef", "two"))
+    group, _ = await play_one(TableTask(lambda action: answers.pop(0)), engine, max_turns=2, max_new_tokens=4)
+    (member,) = group.members
+    assert member.turns == (Turn(0, 4, 0.5, 2.0, "length"), Turn(5, 8, 1.0, None, "stop"))
+    assert (member.finish, member.scores["score"]) == ("stop", 3.0)
+    wild = msgspec.structs.replace(member, turns=(msgspec.structs.replace(member.turns[0], score=math.nan),
+                                                  member.turns[1]))
+    returned = sendable(msgspec.structs.replace(group, members=(wild,)), lease(), LIMITS)
+    assert "the score of turn 0..4 is nan" in returned.detail
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2])
@@ -418,3 +458,101 @@ async def test_members_whose_episodes_open_differently_have_prompts_of_their_own
     group = await run_group(lease(members=3), make_runner(task, await installed_engine(), num_threads=1))
     prompts = [unpack_ids(member.prompt_ids).tolist() for member in group.members]
     assert sorted(prompts) == [ids_of(letter) for letter in "abc"]
+
+
+# --- environments that must be closed --------------------------------------------------------------------------------
+
+
+class Holding:
+    """A task whose environments hold something until they are closed; `open` are those that are not."""
+
+    def __init__(self, step, reset=lambda record: [ChatMessage("user", "hi")], *, awaits: bool = False, **more) -> None:
+        self.name, self.open, self.num_closed, self.most = "holding", set(), 0, 0
+        task = self
+
+        class Env:
+            def __init__(self) -> None:
+                task.open.add(self)
+                task.most = max(task.most, len(task.open))
+
+            def reset(self, record):
+                return reset(record)
+
+            def step(self, action):
+                return step(action)
+
+            def close(self):
+                task.open.remove(self)
+                task.num_closed += 1
+
+        async def close(env):
+            task.open.remove(env)
+            task.num_closed += 1
+
+        self.env = type("Env", (Env,), {**({"close": close} if awaits else {}), **more})
+
+
+def raising(value):
+    raise ValueError("broken")
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+@pytest.mark.parametrize(("step", "reset", "status"), [
+    (lambda action: Step(1.0), lambda record: [ChatMessage("user", "hi")], MemberStatus.FINISHED),
+    (raising, lambda record: [ChatMessage("user", "hi")], MemberStatus.ABORTED),
+    (lambda action: Step(1.0), raising, MemberStatus.ABORTED),
+])
+async def test_an_environment_is_closed_once_however_its_episode_ends(step, reset, status, awaits):
+    task = Holding(step, reset, awaits=awaits)
+    runner = make_runner(task, await installed_engine())
+    member = await runner.play({}, 0, 0, Sampling())
+    await runner.close()
+
+    assert (member.status, task.open, task.num_closed) == (status, set(), 1)
+
+
+async def test_a_canceled_episode_closes_its_environment_and_frees_its_place():
+    gate = asyncio.Event()
+    task = Holding(lambda action: Step(1.0))
+    runner = make_runner(task, await installed_engine(gate=gate, tokens_per_step=1), instances=Instances(1))
+    playing = asyncio.create_task(runner.play({}, 0, 0, Sampling()))
+    await until(lambda: bool(task.open))
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    gate.set()
+    assert (await runner.play({}, 0, 0, Sampling())).status == MemberStatus.FINISHED
+    await runner.close()
+    assert (task.open, task.num_closed, task.most) == (set(), 2, 1)
+
+
+async def test_a_close_that_fails_is_said_and_costs_no_answer_and_no_place(caplog):
+    task = Holding(lambda action: Step(1.0), close=raising)
+    runner = make_runner(task, await installed_engine(), instances=Instances(1))
+    members = [await runner.play({}, 0, 0, Sampling()) for _ in range(3)]
+    await runner.close()
+    assert {member.status for member in members} == {MemberStatus.FINISHED} and runner.num_env_errors == 0
+    assert [text for text in caplog.messages if "ValueError: broken" in text and "raising failed" in text]
+
+
+async def test_environments_that_meet_in_their_group_wait_for_no_place():
+    def step_group(env, turns):
+        return [Step(float(len(turns))) for _ in turns]
+
+    task = Holding(lambda action: Step(0.0), step_group=step_group)
+    runner = make_runner(task, await installed_engine(), instances=Instances(1))
+    group = await run_group(lease(members=3), runner)
+    await runner.close()
+    assert [member.reward for member in group.members] == [3.0, 3.0, 3.0] and task.num_closed == 3
+
+
+async def test_what_stands_around_an_environment_passes_close_on():
+    task = Holding(lambda action: Step(1.0))
+    tools = tool_env(task.env(), [], ToolRules(parse=lambda text, tools: [], max_turns=1))
+    played = [tools, GymnasiumEnv(task.env(), "game"), AgentEnv(task.env(), None, "agent")]
+    for one in played:
+        one.close()
+    assert (task.open, task.num_closed) == (set(), 3)
+    plain = TableTask(lambda action: Step(1.0)).env()
+    around = [tool_env(plain, [], tools._rules), GymnasiumEnv(plain, "game"), AgentEnv(plain, None, "agent")]
+    assert not any(hasattr(one, "close") for one in around)

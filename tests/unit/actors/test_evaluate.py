@@ -17,6 +17,7 @@ from actors.chat import main as chat
 from actors.evaluate import Progress, evaluate, main, summary, text_of
 from actors.local_policy import find_model, local_config, open_policy
 from envs.registry import task_of
+from envs.rewards.extract import stated_answer
 from learner.checkpoint.checkpoint import save_checkpoint
 from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
@@ -91,6 +92,7 @@ def test_every_prompt_is_answered_as_often_as_asked_and_written(checkpoint, tmp_
     assert by_prompt == {i: task_of(load_config(WORDS)).record("test", i)["prompt"] for i in range(3)}
     assert set(result["estimates"]) == {"avg@2", "pass@1", "pass@2", "maj@2"}
     assert result["estimates"]["avg@2"][0] == pytest.approx(sum(line["score"] for line in lines) / 6)
+    assert all(line["answer"] == stated_answer(line["text"]) for line in lines)
     assert "3 prompts, 2 answers each" in text_of(result, tmp_path / "out.jsonl")
     again = answers_of(checkpoint, tmp_path, *words)[1]
     assert sorted(line["text"] for line in again) == sorted(line["text"] for line in lines)  # the same seeds

@@ -6,7 +6,7 @@ from actors.engines.base import Generation, VersionSpan
 from actors.recorded import RecordedEngine
 from actors.trajectory.transcript import Transcript
 from streamrl.errors import EngineError
-from streamrl.messages import Turn, VersionRef
+from streamrl.messages import VersionRef
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
 from tests.kit.loops import run
 from tests.unit.actors.test_rewritten_history import TOKENIZER, sequences
@@ -47,7 +47,9 @@ return 1.0
         first, second, f"{first}1<end><start>u:c<end><start>a:", f"{second}2<end><start>u:d<end><start>a:"
     ]
     # Each reward is on the turn that earned it, and the outcome counts once.
-    assert member.turns == (Turn(0, 2, 0.0), Turn(10, 12, 0.0), Turn(12, 14, 0.5), Turn(22, 24, 1.25))
+    assert [(turn.start, turn.end, turn.reward) for turn in member.turns] == [
+        (0, 2, 0.0), (10, 12, 0.0), (12, 14, 0.5), (22, 24, 1.25)
+    ]
     assert member.reward == 1.75 and len({request.seed for request in requests}) == 4
     # A replay asks in the order of then, which is not that of the record.
     recorded = RecordedEngine(member, member.prompt_ids)

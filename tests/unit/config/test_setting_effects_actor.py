@@ -356,3 +356,11 @@ def test_a_step_may_take_as_long_as_set(hub, welcome, tmp_path, timeout_s, statu
 def test_so_many_environments_run_at_once(hub, welcome, tmp_path, num_threads, status):
     with runtime_of(hub, welcome, *strange(tmp_path, "sociable", f"env.num_threads={num_threads}")) as runtime:
         assert {member.status for member in played(runtime, times=2)} == {status}
+
+
+@pytest.mark.shows("env.num_max_instances")
+@pytest.mark.parametrize(("num", "status"), [(1, MemberStatus.ABORTED), (2, MemberStatus.FINISHED)])
+def test_so_many_environments_are_open_at_once(hub, welcome, tmp_path, num, status):
+    words = strange(tmp_path, "sociable", "env.num_threads=2", f"env.num_max_instances={num}")
+    with runtime_of(hub, welcome, *words) as runtime:
+        assert {member.status for member in played(runtime, times=2)} == {status}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from learner.hub.ledger.ledger import Ledger
@@ -14,7 +15,8 @@ from learner.hub_client.settings import hub_settings, limits
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.rules import steps_per_batch
 from streamrl.config.schema import Config
-from streamrl.messages import TO_HUB, ActorHeartbeat, ReturnReason, VersionRef, Welcome
+from streamrl.errors import ConfigError
+from streamrl.messages import TO_HUB, ActorHeartbeat, RejectReason, ReturnReason, Sampling, VersionRef, Welcome
 from streamrl.messages.codec import Decoder
 from streamrl.transport.session import ActorSession, Deliver, Disconnected, Send
 from tests.unit.hub.factories import FakeActor, cut, end_batch, publish, run_started, train
@@ -186,6 +188,49 @@ def test_a_lease_carries_the_sampling_of_its_split(split, name, value):
     for lease in leases:
         changed = lease.purpose == (split == "test")
         assert (getattr(lease.sampling, name) == value) is changed
+
+
+@pytest.mark.shows("rollout.train.member_temperatures", "rollout.train.member_top_p")
+def test_the_members_of_a_group_have_samplings_in_turn_and_must_be_drawn_with_them():
+    actor = joined(ledger_of(
+        "rollout.num_responses_per_prompt=3", "rollout.train.member_temperatures=[0.5,2.0]",
+        "rollout.train.member_top_p=[1.0,1.0,0.9]",
+    ))
+    assert actor.ask()[0].samplings == (Sampling(0.5), Sampling(2.0), Sampling(0.5, 0.9, 1024))
+
+    actor = joined(ledger_of("rollout.train.member_temperatures=[0.5,2.0]"))
+    first, second, *_ = actor.ask()
+    refused = actor.send(actor.group(first))
+    assert refused.reason == RejectReason.MALFORMED and "the lease asked for Sampling(temperature=0.5" in refused.detail
+    group = actor.group(second)
+    drawn = zip(group.members, second.samplings, strict=True)
+    members = tuple(msgspec.structs.replace(one, sampling=own) for one, own in drawn)
+    assert actor.send(msgspec.structs.replace(group, members=members)).kind == "accepted"
+
+
+@pytest.mark.shows("rollout.train.final_temperature", "rollout.train.num_annealing_steps")
+def test_the_temperature_moves_from_batch_to_batch_of_groups():
+    actor = joined(ledger_of(
+        "rollout.train.final_temperature=0.5", "rollout.train.num_annealing_steps=4", "staleness.eta=7"
+    ))
+    leases = actor.ask()
+    temperatures = {lease.group_id // 2: lease.sampling.temperature for lease in leases}
+    assert len(temperatures) > 5
+    assert temperatures == {batch: max(0.5, 1.0 - 0.125 * batch) for batch in temperatures}
+    assert {actor.finish(lease).kind for lease in leases} == {"accepted"}
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("rollout.train.final_temperature=0.5",), "need each other"),
+    (("rollout.train.num_annealing_steps=5",), "need each other"),
+    (("rollout.train.member_temperatures=[0.5,0]",), "must be positive numbers"),
+    (("rollout.train.member_top_p=[1.5]",), "above 0 and at most 1"),
+    (("rollout.train.member_top_p=[0.5]", "rollout.train.final_temperature=1", "rollout.train.num_annealing_steps=5"),
+     "leave one of them out"),
+])
+def test_samplings_that_contradict_each_other_are_refused(words, said):
+    with pytest.raises(ConfigError, match=said):
+        config_of(*words)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,27 @@ def test_async_environments_are_played_too():
         check_task(broken(env=lambda self: Waits()))
 
 
+@pytest.mark.parametrize("awaits", [False, True])
+def test_environments_that_were_tried_are_closed(awaits):
+    closed = []
+
+    class Closes:
+        def reset(self, record):
+            return [ChatMessage("user", record["prompt"])]
+
+        def step(self, action):
+            return Step(reward=1.0)
+
+        def close(self):
+            closed.append(self)
+
+    async def close(self):
+        closed.append(self)
+
+    check_task(broken(env=lambda self: type("Env", (Closes,), {"close": close} if awaits else {})()))
+    assert len(set(closed)) == len(closed) == 2  # one of each split
+
+
 def test_environments_are_played_in_a_thread_where_signals_do_not_work():
     def reward(self, record, completion):
         signal.signal(signal.SIGALRM, signal.SIG_IGN)

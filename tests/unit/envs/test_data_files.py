@@ -412,6 +412,21 @@ def test_a_file_and_a_reward_are_a_task(task, words):
     assert (played(made, record["answer"]).reward, played(made, "no").reward) == (1.0, 0.0)
 
 
+@pytest.mark.parametrize(("reward", "right", "wrong"), [
+    ("boxed", "So \\boxed{6}", "So \\boxed{7}"),
+    ("think_answer_tags", "<think> 3 + 3 </think><answer> 6 </answer>", "<think> ? </think><answer> 7 </answer>"),
+])
+def test_one_message_with_a_gt_answer_is_a_record_of_mathematics(task, tmp_path, reward, right, wrong):
+    rows = [{"messages": {"role": "user", "content": f"{a} + 3 = ?"}, "gt_answer": str(a + 3)} for a in range(3, 40)]
+    (tmp_path / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = task("data.path=math.jsonl", f"reward.type={reward}", "data.test_ratio=0")
+    check_task(made)
+
+    opened = made.env().reset(made.record("train", 0))
+    assert [(one.role, one.content) for one in opened] == [("user", "3 + 3 = ?")]
+    assert (played(made, right).reward, played(made, wrong).reward) == (1.0, 0.0)
+
+
 @pytest.mark.shows("data.test_ratio")
 @pytest.mark.parametrize(("words", "num"), [((), 20), (("data.test_ratio=0.3",), 30), (("data.test_ratio=0",), 100)])
 def test_a_part_of_the_file_is_held_out(task, words, num):

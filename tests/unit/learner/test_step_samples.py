@@ -1,5 +1,6 @@
 """Sampled trajectories of a run: drawn fairly, with the numbers of the loss, and decoded token by token."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from learner.ranks.mesh import Ranks
 from learner.record.step_samples import draft, draw_groups, draw_member, draw_prompts, open_samples, token_texts
 from streamrl.config.schema import AdvantageConfig, LossConfig, SamplesConfig
 from streamrl.messages import BatchShare, EvalResult, GroupOrigin, KeptGroup
+from streamrl.messages.printable import printable
 from streamrl.metrics.samples import Sample, read_samples
 from tests.kit.learning import OneBatch, batch, plan_of
 from tests.unit.learner.test_trajectories import frame, member
@@ -93,6 +95,21 @@ def test_a_step_keeps_that_many_trajectories_each_of_another_group(tmp_path, mod
 
         assert Counter(one.step for one in found) == ({6: min(num, 5), 7: min(num, 5)} if num else {})
         assert len({(one.step, one.group) for one in found}) == len(found)
+
+
+@pytest.mark.shows("samples.echo_every_steps")
+def test_now_and_then_one_answer_is_printed_in_a_line(tmp_path, model_dir, caplog):
+    caplog.set_level("INFO", "streamrl.learner")
+    steps = [batch(3, 2, seed=seed) for seed in range(4)]
+    for every, printed in ((0, []), (2, [7, 9]), (1, [6, 7, 8, 9])):
+        caplog.clear()
+        (folder := tmp_path / str(every)).mkdir()
+        kept = keep_steps(folder, model_dir, *steps, echo_every_steps=every)
+        lines = [text for text in caplog.messages if "an answer with reward" in text]
+        assert [int(re.match(r"step (\d+),", text)[1]) for text in lines] == printed
+        for text, step in zip(lines, printed, strict=True):
+            one = next(one for one in kept if one.step == step)
+            assert text.endswith(f"reward {one.reward:.3g}: {printable(one.prompt)} -> {printable(one.answer)}")
 
 
 def test_a_sample_holds_the_numbers_of_its_trajectory_and_of_the_loss(tmp_path, model_dir, tokenizer):

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import learner.supervised.__main__
 from actors.reward_model.scorer import RewardScorer
+from envs.data.dataset import open_dataset
+from learner.checkpoint.checkpoint import ResumeState
 from learner.data.packing import pack
 from learner.model.networks import FrozenPolicy
 from learner.model.policy import Policy, load_policy
@@ -20,10 +23,17 @@ from learner.model.tiny import make_tiny_model
 from learner.ranks.mesh import Ranks
 from learner.supervised.methods import Dpo, RewardModel, Sft, export_reward_model, load_reward_network
 from learner.supervised.records import Encoder, PairShape, places_of, row_of, shape_of
+from learner.supervised.run import Opened, make_method
 from streamrl.config.catalog import settings
+from streamrl.config.load import load_config
 from streamrl.config.schema import DataConfig, DpoConfig, LearnerConfig
 from streamrl.environment import ChatMessage
-from streamrl.errors import ConfigError, TaskError
+from streamrl.errors import ConfigError, ControlError, TaskError
+from streamrl.messages import Group, Member, MemberStatus, Outcome, ReturnReason, Sampling, Span, Turn
+from streamrl.messages.codec import encode, pack_ids, pack_logprobs
+from streamrl.stream.records import GroupArrived, RunStarted
+from streamrl.stream.writer import LogWriter
+from streamrl.verbs.stream import stream
 
 LLAMA3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
@@ -319,7 +329,7 @@ def test_dpo_is_the_loss_of_its_paper(model_dir, pairs, settings):
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     truth, truth_frozen = double(model_dir), copy.deepcopy(frozen.model).double()
     truth_frozen.set_attn_implementation("eager")
-    method = Dpo(policy, FrozenPolicy(frozen, name="reference"), encoder, DATA, settings, max_tokens=40)
+    method = Dpo(policy, FrozenPolicy(frozen, name="reference"), encoder, DATA, settings, max_tokens=20)
     shape = method.shape
     rows = [method.row(place, record) for place, record in enumerate(pairs)]
     loss = backward(method, rows)
@@ -354,7 +364,7 @@ def test_a_reward_model_is_bradley_terry_at_the_last_token_that_is_no_padding(mo
     torch.nn.init.normal_(network.score.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     truth = double(model_dir)
     head = network.score.weight.detach().double().clone().requires_grad_()
-    method = RewardModel(network, encoder, DATA, max_tokens=60)
+    method = RewardModel(network, encoder, DATA, max_tokens=29)
     rows = [method.row(place, record) for place, record in enumerate(pairs)]
     loss = backward(method, rows)
 
@@ -371,6 +381,34 @@ def test_a_reward_model_is_bradley_terry_at_the_last_token_that_is_no_padding(mo
     found = gradients(network)
     assert torch.allclose(found.pop("score.weight").double(), head.grad, rtol=1e-4, atol=1e-6)
     same({name.removeprefix("decoder."): one for name, one in found.items()}, gradients(truth.model))
+
+
+@pytest.mark.shows("data.max_tokens")
+@pytest.mark.parametrize("kind", ["sft", "dpo", "train-reward-model"])
+def test_records_have_a_length_of_their_own_of_which_several_fit_the_budget(model_dir, kind):
+    def rows(**data):
+        config = load_config([
+            f"policy.model_path={model_dir}", "learner.max_tokens_per_device=64", "rollout.max_prompt_tokens=32",
+            "rollout.train.sampling.max_new_tokens=32",
+            *(f"data.{name}={value}" for name, value in data.items()),
+        ])
+        opened = Opened(model_dir, None, Encoder(model_dir, config.data))
+        method, _ = make_method(config, kind, opened, ResumeState("run"), Ranks())
+        return [method.row(place, record) for place, record in enumerate(4 * [record])]
+
+    def lengths(row):  # of each side with its prompt; a reward model's ends with one token that means nothing
+        starts, ends = [(0, row.prompt_ids), *row.later], [*(at for at, _ in row.later), len(row.token_ids)]
+        ended = kind == "train-reward-model"
+        return [len(prompt) + end - at - ended for (at, prompt), end in zip(starts, ends, strict=True)]
+
+    record = {"prompt": "a" * 4, "completion": "b" * 70, "chosen": "b" * 70, "rejected": "c" * 70}
+    sides = 1 if kind == "sft" else 2
+    assert lengths(rows()[0]) == ([64] if sides == 1 else sides * [32 - (kind == "train-reward-model")])
+    short = rows(max_tokens=8)
+    assert lengths(short[0]) == sides * [8]
+    assert len(pack(rows(), 64)) == 4 and len(pack(short, 64)) < 4, "several records are computed together"
+    with pytest.raises(ConfigError, match="data.max_tokens=65 is more than"):
+        rows(max_tokens=65)
 
 
 def test_a_pair_of_which_one_side_has_nothing_to_train_on_is_left_out():
@@ -442,7 +480,7 @@ def test_an_exported_reward_model_gives_the_scores_that_were_trained_also_where_
         model_dir, LearnerConfig(), Ranks(), dtype=torch.float32, gradient_checkpointing=False
     )
     torch.nn.init.normal_(network.score.weight, generator=torch.Generator().manual_seed(0))
-    method = RewardModel(network, Encoder(model_dir, DATA), DATA, max_tokens=60)
+    method = RewardModel(network, Encoder(model_dir, DATA), DATA, max_tokens=29)
     out = export_reward_model(network, model_dir, tmp_path / "scores", Ranks(), padding=method.padding)
     scorer = RewardScorer(str(out), "cpu")
 
@@ -454,6 +492,45 @@ def test_an_exported_reward_model_gives_the_scores_that_were_trained_also_where_
             [{"role": one.role, "content": one.content} for one in messages] for messages in method.shape.pair(record)
         ])
         assert served == pytest.approx(trained.tolist(), abs=1e-5)
+
+
+def test_the_best_answers_of_a_log_are_trained_on_as_they_were_sampled(model_dir, tmp_path, capsys):
+    pytest.importorskip("pyarrow")
+    encoder = Encoder(model_dir, DataConfig(apply_chat_template=False))
+    prompt = encoder.tokenizer("abc")["input_ids"]
+    end = encoder.tokenizer.eos_token_id
+    answers = {0.0: "hh", 0.5: "ab", 1.0: "cba"}  # the middle one was cut
+    tokens = [encoder.tokenizer(text)["input_ids"] + [end] * (reward != 0.5) for reward, text in answers.items()]
+    members = tuple(
+        Member(
+            at, MemberStatus.FINISHED, pack_ids(prompt), pack_ids(ids), pack_logprobs([-1.0] * len(ids)),
+            ((0, len(ids)),), (Span(1, 0, 0, len(ids)),), (Turn(0, len(ids), reward),), reward, {}, "stop",
+        )
+        for at, (ids, reward) in enumerate(zip(tokens, answers, strict=True))
+    )
+    group = Group(1, 1, 1, 0, Outcome.COMPLETE, ReturnReason.NONE, "", Sampling(), members, {})
+    (run_dir := tmp_path / "run").mkdir()
+    (run_dir / "run.json").write_text("{}")
+    (run_dir / "metrics.jsonl").write_text("")
+    shutil.copytree(model_dir, run_dir / "model")
+    writer = LogWriter(run_dir)
+    writer.append(RunStarted("a-run", 1, 1, 0, "{}", {}))
+    writer.append(GroupArrived("actor-1", 1, 1, 1, 0, bytes(encode(group)), ""))
+    writer.close()
+
+    out = tmp_path / "best.parquet"
+    assert stream([str(run_dir), "--export", str(out), "--answer-reward", "0.5.."]) == 0
+    assert "2 answers in" in capsys.readouterr().out
+    data = load_config([
+        "policy.model_path=x", f"data.path={out}", "data.prompt_key=prompt", "data.answer_key=answer",
+        "data.apply_chat_template=false", "data.test_ratio=0",
+    ]).data
+    dataset, shape = open_dataset(data, shape_of(data, pairs=False)), shape_of(data, pairs=False)
+    trained_on = [encoder.encode(shape.messages(dataset.train[place])) for place in range(len(dataset.train))]
+    assert [ids.tolist() for ids, _ in trained_on] == [[*prompt, *tokens[1], end], [*prompt, *tokens[2]]]
+    assert [mask.tolist() for _, mask in trained_on] == [[False] * 3 + [True] * 3, [False] * 3 + [True] * 4]
+    with pytest.raises(ControlError, match="give --export"):
+        stream([str(run_dir), "--answer-reward", "0.5.."])
 
 
 def test_the_help_shows_settings_with_the_defaults_that_they_have():

@@ -49,6 +49,13 @@ def test_every_field_of_a_member_arrives_at_its_token():
     assert (row.num_tokens, row.num_action_tokens) == (10, 5)
 
 
+def test_a_member_with_a_sampling_of_its_own_is_scored_under_that():
+    own = member(1, sampling=Sampling(temperature=1.5))
+    assert [row.temperature for row in read(frame(member(0), own))] == [0.8, 1.5]
+    with pytest.raises(ContentError, match="temperature 0.0"):
+        check_groups([frame(member(0), member(1, sampling=Sampling(temperature=0.0)))], version=9)
+
+
 def test_turn_rewards_stand_on_the_last_action_of_their_turn_and_the_rest_on_the_last_of_all():
     (row,) = read(frame(member()))
 

@@ -109,6 +109,8 @@ BROKEN = {
     "score_finite": group(changed(scores={"correct": -INF})),
     "reward_size": group(changed(reward=1e13)),
     "turn_reward_size": group(changed(turns=turns((0, 4, -1e13), (4, 7, 1.0)))),
+    "turn_score_finite": group(changed(turns=turns((0, 4, 1.0, NAN), (4, 7, 1.0)))),
+    "turn_score_size": group(changed(turns=turns((0, 4, 1.0, 1e13), (4, 7, 1.0)))),
     "score_size": group(changed(scores={"correct": 1e300})),
     "score_name": group(changed(scores={"\x1b[31mred": 1.0})),
 }

@@ -5,12 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from streamrl.lag_rule import LagRule
-from streamrl.messages import Limits
+from streamrl.messages import Limits, Sampling
 
 OnStale = Literal["reissue", "drop"]
 Mode = Literal["drop", "mask_old_tokens", "reweight", "wait"]
 GroupPolicy = Literal["reissue_missing", "reissue_whole", "accept_partial"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRule:
+    """Differences of training groups, and of their members, from the run's sampling.
+
+    Args:
+        members: the sampling of each member of a group; empty where all have the group's.
+        final_temperature: reached after `num_batches` batches of groups; None keeps the run's.
+    """
+
+    members: tuple[Sampling, ...] = ()
+    final_temperature: float | None = None
+    num_batches: int = 0
+
+    def of_group(self, base: Sampling, batch: int) -> Sampling:
+        """The sampling of groups of this batch, counted from 0 as they are dispatched."""
+        if self.final_temperature is None:
+            return base
+        way = min(1.0, batch / self.num_batches) * (self.final_temperature - base.temperature)
+        return msgspec.structs.replace(base, temperature=base.temperature + way)
+
+    def of_member(self, index: int) -> Sampling | None:
+        """That of a member; None if it is the group's."""
+        return self.members[index] if self.members else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +60,7 @@ class LedgerSettings:
         slowest_turn_s: time that a turn may take in the slowest engine, during which an actor need show no progress.
         lease_max_s: age at which a lease ends whatever its actor shows; 0 never.
         keep_refused: the journal keeps the frames of groups that are refused for their age.
+        sampling_rule: how training groups and their members differ in sampling.
         eval_keep_s: longest time for which an evaluation may delay the install of a newer version; 0 pins no version.
     Raises:
         ValueError: the lag rule is impossible or contradicts itself.
@@ -56,6 +84,7 @@ class LedgerSettings:
     slowest_turn_s: float = 0.0
     lease_max_s: float = 0.0
     keep_refused: bool = False
+    sampling_rule: SamplingRule = SamplingRule()
 
     def __post_init__(self) -> None:
         self.lag.check()

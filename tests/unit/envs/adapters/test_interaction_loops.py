@@ -74,7 +74,7 @@ def test_a_rollout_of_ones_own_is_recorded_as_it_was_sampled(write):
 
     assert sequences(member) == [f"{START}|x<end><start>u:u<end><start>a:7<end>"]
     assert read == [START, f"{START}x<end><start>u:u<end><start>a:"]
-    assert member.turns == (Turn(0, 2, 0.25), Turn(10, 12, 1.0))
+    assert member.turns == (Turn(0, 2, 0.25, finish="stop"), Turn(10, 12, 1.0, finish="stop"))
     assert member.scores == {"score": 1.25, "brief": 2.0} and member.status == MemberStatus.FINISHED
     assert len({request.seed for request in requests}) == 2
 

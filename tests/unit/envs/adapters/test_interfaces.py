@@ -81,7 +81,9 @@ def test_step_continues_one_sequence_whose_added_text_is_off_the_mask():
     begin = len(search) + len(added)
     assert member.mask == ((0, len(search)), (begin, begin + len(answer)))
     # extra_info is handed on: the second turn knows of the first. Reward and score differ.
-    assert member.turns == (Turn(0, len(search), 0.0), Turn(begin, begin + len(answer), 0.9))
+    assert member.turns == (
+        Turn(0, len(search), 0.0, finish="stop"), Turn(begin, begin + len(answer), 0.9, 1.0, "stop")
+    )
     assert (member.reward, member.scores["score"], member.status) == (0.9, 1.0, MemberStatus.FINISHED)
 
 

@@ -161,6 +161,7 @@ CODE = {"question": "add", "test_cases": TESTS}
 def test_programs_are_graded_by_their_cases(play, completion, words, reward, score):
     step = play(completion, "reward.type=code", *words, record=CODE)
     assert (step.reward, step.score) == (reward, score)
+    assert score not in (1, 0.5) or step.parts["tests_passed"] == 2 * score
 
 
 @pytest.mark.shows("reward.code.any_order", "reward.code.sandbox")

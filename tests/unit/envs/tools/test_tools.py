@@ -343,6 +343,17 @@ def test_errors_are_answers_to_the_model(action: str, problem: str) -> None:
     assert answered.reward == 1.0 and answered.parts["tool_errors"] == 1.0
 
 
+@pytest.mark.shows("env.tool_use.call_reward", "env.tool_use.error_penalty")
+def test_calls_may_earn_something_themselves_which_is_no_score() -> None:
+    env, record = new_env(
+        f"env.tools=[{OWN},calculator]", "env.tool_use.call_reward=0.25", "env.tool_use.error_penalty=0.1",
+        "env.max_turns=9",
+    )
+    two, mixed, answered = say(env, TIMES + TIMES, TIMES + reverse("{}"), record["answer"])
+    assert [(one.reward, one.score) for one in (two, mixed)] == [(0.5, 0.0), (pytest.approx(0.15), 0.0)]
+    assert (answered.reward, answered.score) == (1.0, 1.0)
+
+
 @pytest.mark.shows("env.tool_use.max_calls")
 def test_after_so_many_calls_the_next_text_is_the_answer() -> None:
     env, _ = new_env("env.tools=[calculator]", "env.tool_use.max_calls=1", "env.max_turns=9")

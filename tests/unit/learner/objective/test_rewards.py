@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from learner.objective.rewards import RewardRules
 from learner.ranks.mesh import Ranks
 from learner.record.pareto import ParetoArchive
 from streamrl import algorithms
+from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, LossConfig, ObjectivesConfig, OverlongConfig
 from streamrl.errors import ConfigError, ContentError
 from tests.kit.learning import OneBatch, batch, make_objective, plan_of
@@ -25,8 +27,8 @@ def two_scores():
     return [replace(row, scores={"quality": (i * 7 % 5) / 4, "length": (i * 3 % 4) / 3}) for i, row in rows]
 
 
-def rewards(rows, objectives=OFF, overlong=NONE, max_tokens=12):
-    rules = RewardRules(objectives, overlong, max_tokens=max_tokens)
+def rewards(rows, objectives=OFF, overlong=NONE, max_tokens=12, **options):
+    rules = RewardRules(objectives, overlong, max_tokens=max_tokens, **options)
     shaped, plan = rules.apply(rows, plan_of(rows), ALONE)
     assert [row.reward for row in shaped] == [row.reward for row in plan]
     for row in shaped:
@@ -50,6 +52,45 @@ def test_the_overlong_penalty_grows_over_the_last_tokens_that_are_allowed():
         got = rewards(rows, overlong=OverlongConfig(cache_ratio=cache / 12, scale=scale))
         price = [min(0.0, max(-1.0, (12 - cache - r.num_action_tokens) / cache)) for r in rows]
         assert got == pytest.approx([r.reward + scale * p for r, p in zip(rows, price, strict=True)], abs=1e-6)
+
+
+@pytest.mark.shows("overlong.cache_tokens", "overlong.max_tokens")
+@pytest.mark.parametrize(("overlong", "limit", "cache"), [
+    (OverlongConfig(cache_tokens=5), 12, 5),
+    (OverlongConfig(cache_tokens=5, cache_ratio=0.9), 12, 5),  # a recipe has a ratio
+    (OverlongConfig(cache_tokens=4, max_tokens=9), 9, 4),
+    (OverlongConfig(max_tokens=8), 8, 2),  # min(1024, a quarter)
+])
+def test_the_penalty_has_a_length_and_a_limit_in_tokens(overlong, limit, cache):
+    rows = batch(3, 4)
+    price = [min(0.0, max(-1.0, (limit - cache - r.num_action_tokens) / cache)) for r in rows]
+    got = rewards(rows, overlong=overlong, correct=10.0)  # what a right answer earns is the penalty's size
+    assert got == pytest.approx([r.reward + 10.0 * p for r, p in zip(rows, price, strict=True)], abs=1e-5)
+    assert len(set(price)) > 2
+    shaped, _ = RewardRules(OFF, overlong, max_tokens=12).apply(rows, plan_of(rows), ALONE)
+    assert [row.scores["length_penalty"] for row in shaped] == pytest.approx(price)  # samples show it as a part
+
+
+@pytest.mark.shows("overlong.zero_when_truncated")
+def test_answers_that_were_cut_can_be_worth_nothing():
+    rows = [replace(row, reward=2.0, rewards=row.rewards + 2.0 * (np.arange(len(row.rewards)) == 0) - row.rewards,
+                    truncated=i % 3 == 0) for i, row in enumerate(batch(3, 4))]
+    got = rewards(rows, overlong=OverlongConfig(zero_when_truncated=True))
+    assert got == [0.0 if row.truncated else 2.0 for row in rows] and set(got) == {0.0, 2.0}
+    both = rewards(rows, overlong=OverlongConfig(zero_when_truncated=True, cache_tokens=12))
+    assert {value for value, row in zip(both, rows, strict=True) if row.truncated} == {0.0} and min(both) == 0.0
+
+
+@pytest.mark.shows("objectives.divide_by_std")
+def test_rewards_can_be_divided_by_their_spread_without_a_shift():
+    rows = batch(3, 4)
+    plain = torch.tensor([row.reward for row in rows], dtype=torch.float64)
+    got = rewards(rows, ObjectivesConfig(divide_by_std=True))
+    assert got == pytest.approx((plain / plain.std()).tolist()) and float(plain.std()) > 0.1
+    equal = [replace(row, reward=0.5, rewards=np.full_like(row.rewards, 0.5 / len(row.rewards))) for row in rows]
+    assert rewards(equal, ObjectivesConfig(divide_by_std=True)) == [0.5] * len(rows)
+    with pytest.raises(ConfigError, match="does nothing with advantage.scale=std"):
+        load_config(["policy.model_path=x", "objectives.divide_by_std=true", "advantage.scale=std"])
 
 
 @pytest.mark.shows("objectives.combine", "objectives.components")
@@ -136,6 +177,9 @@ def test_a_missing_component_is_named():
         (ObjectivesConfig(combine="hypervolume", components={"a": 1.0, "b": 1.0}), NONE, "reference_point for each"),
         (ObjectivesConfig(ideal={"a": 1.0}), NONE, "do nothing with objectives.combine=reward"),
         (ObjectivesConfig(combine="tchebycheff", components={"a": 1.0}, ideal={"b": 1.0}), NONE, "no components"),
+        (OFF, OverlongConfig(max_tokens=13), "more than the 12 new tokens"),
+        (OFF, OverlongConfig(cache_tokens=7, max_tokens=6), "more than the 6 tokens"),
+        (OFF, OverlongConfig(scale=2.0), "does nothing without"),
     ],
 )
 def test_rules_that_cannot_work_are_refused(objectives, overlong, message):
