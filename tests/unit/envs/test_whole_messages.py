@@ -23,6 +23,7 @@ from streamrl.config.load import load_config
 from streamrl.config.schema import DataConfig
 from streamrl.environment import ChatMessage, SingleTurnTask
 from streamrl.errors import TaskError
+from streamrl.messages import Turn
 from streamrl.messages.codec import pack_ids, pack_logprobs
 from streamrl.stream.export import TokenText, row
 from tests.unit.envs.tool_templates import TEMPLATES, tool_tokenizer
@@ -256,8 +257,8 @@ def test_an_exported_answer_is_trained_with_the_tokens_that_were_sampled(tmp_pat
     tokenizer, answer = made.tokenizer, made.tokenizer("Yes.")["input_ids"][-4:] + [made.tokenizer.eos_token_id]
     prompt = Renderer(tokenizer).render(RecordShape().messages({"messages": TALK[:-1]}))
     member = SimpleNamespace(
-        token_ids=pack_ids(answer), versions=(), index=0, reward=1.0, scores={}, finish="stop", status=0, turns=(1,),
-        sequences=(), agents=(), logprobs=pack_logprobs([0.0] * len(answer)),
+        token_ids=pack_ids(answer), versions=(), index=0, reward=1.0, scores={}, finish="stop", status=0,
+        turns=(Turn(0, len(answer), 1.0),), sequences=(), agents=(), logprobs=pack_logprobs([0.0] * len(answer)),
     )
     group = SimpleNamespace(
         prompt_ids=lambda member: pack_ids(prompt), sequence=1, outcome="trained", reason="", trained_at=0, group=None,
