@@ -13,8 +13,6 @@ import re
 import signal
 import sys
 
-import zmq
-
 from actors import EXIT_RESTART, EXIT_WRONG_RUN
 from streamrl import parent_watch
 from streamrl.commands import exit_at_once
@@ -22,7 +20,6 @@ from streamrl.errors import ConfigError
 from streamrl.messages.printable import printable_lines, start_log
 from streamrl.process_memory import uncollected
 from streamrl.processes import keep_private
-from streamrl.version import __version__
 
 log = logging.getLogger("streamrl.actor")
 
@@ -41,39 +38,13 @@ def parse(words: list[str]) -> tuple[str, list[str]]:
 async def work(endpoint: str, overrides: list[str]) -> int:
     """Work until the hub or a signal ends it; returns the exit code."""
     with uncollected():
-        from actors.engines.base import engine_factory, wire_name
-        from actors.runtime import build_runtime, default_actor_id, has_processes, weight_source
-        from actors.settings import local_settings, max_leases, pick_device
-        from actors.worker import Worker
-        from streamrl.transport.client import HubClient
-        from streamrl.transport.keys import read_actor_key
-        from streamrl.transport.session import ActorSession
-        from streamrl.weights.gpu.cuda_memory import device_id
+        from actors.worker import make_worker
 
-        local = local_settings(overrides)
-        engine_factory(local.actors.engine)  # a wrong name is refused here, before the hub is asked
-    key = read_actor_key(local.actors.key) if local.actors.key else None
-    source, device_weights = weight_source(local.actors, zmq.Context(), key=key)
-    # A first guess: group size and concurrency are the learner's, and heartbeats carry the real number.
-    leases = max_leases(local.actors.num_concurrent, local.rollout.num_responses_per_prompt)
-    session = ActorSession(
-        local.actors.actor_id or default_actor_id(key), int.from_bytes(os.urandom(7), "little") + 1,
-        engine=wire_name(local.actors.engine), max_leases=leases, transports=tuple(source.factories),
-        software=f"streamrl {__version__}", random_seed=os.getpid(), give_up_after_s=local.actors.give_up_after_s,
-        device=device_weights.device_id if device_weights is not None else device_id(pick_device(local.actors.device)),
-    )
-    client = HubClient(endpoint, session, key)
-    if device_weights is not None:
-        device_weights.report = client.report_nccl
-    worker = Worker(
-        client, lambda welcome: build_runtime(welcome, overrides, source, device_weights),
-        has_processes=lambda welcome: has_processes(welcome, overrides),
-    )
+        worker = make_worker(endpoint, overrides)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, worker.leave, signal.Signals(number).name)
     parent_watch.watch(lambda: loop.call_soon_threadsafe(worker.launcher_gone))
-    log.info("actor %s: connecting to %s", session.actor_id, endpoint)
     closed = await worker.run()
     log.info("exiting: %s (exit code %d)", closed.detail, closed.exit_code)
     return closed.exit_code

@@ -56,6 +56,7 @@ class EpisodeRunner:
         self.load, self.endpoint = load or LoadMeter(), endpoint or Endpoint()
         self.task, self.engine, self.renderer, self.rules = task, engine, renderer, rules
         self.executor, self.instances = EnvExecutor(num_threads, inline), instances or Instances()
+        self._calls = inline
         self.num_env_errors = 0
         self.last_env_error = ""
         self._told_full = False
@@ -260,6 +261,8 @@ class EpisodeRunner:
 
     def _failed(self, index: int, transcript: Transcript, error: Exception) -> Member:
         """`env.on_error`: aborted (leased again), or an explicit floor reward if there is something to train on."""
+        if self._calls is not None:
+            self._calls.failed(error)
         description = _described(error)
         self.num_env_errors += 1
         self.last_env_error = f"task {self.task.name}: {description}"

@@ -210,7 +210,8 @@ def weight_source(
 
 
 def build_runtime(
-    welcome: Welcome, overrides: Sequence[str], source: WeightSource, device_weights: DeviceWeights | None = None
+    welcome: Welcome, overrides: Sequence[str], source: WeightSource, device_weights: DeviceWeights | None = None,
+    calls: InlineCalls | None = None,
 ) -> ActorRuntime:
     """Everything that the run's settings and this actor's own `key=value` words ask for; blocks for minutes."""
     def set_welcome(latest: Welcome) -> None:
@@ -234,7 +235,7 @@ def build_runtime(
         spec = replace(engine_spec(config, Path(model_dir), tokenizer), adapter=adapter_spec(welcome))
         engine = build_engine(config.actors.engine, spec)
     renderer = make_renderer(config, tokenizer, end_ids, task)
-    load, inline, instances = LoadMeter(), InlineCalls(), Instances(config.env.num_max_instances)
+    load, inline, instances = LoadMeter(), calls or InlineCalls(), Instances(config.env.num_max_instances)
     endpoint = make_endpoint(config)
     runners = [
         EpisodeRunner(

@@ -15,14 +15,27 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
+
+import zmq
 
 from actors import EXIT_CONFIG, EXIT_ENGINE_HUNG, EXIT_RESTART
 from actors.activity import Activity
+from actors.engines.base import engine_factory, wire_name
+from actors.env_calls.inline import InlineCalls
 from actors.leases import RunningLeases
 from actors.rollout import returned, run_group, sendable
-from actors.runtime import ActorRuntime, RuntimeHandle, environment_calls
+from actors.runtime import (
+    ActorRuntime,
+    RuntimeHandle,
+    build_runtime,
+    default_actor_id,
+    environment_calls,
+    has_processes,
+    weight_source,
+)
+from actors.settings import local_settings, max_leases, pick_device
 from actors.weights.updater import WeightUpdater
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.messages import (
@@ -42,13 +55,47 @@ from streamrl.messages import (
     Welcome,
 )
 from streamrl.transport.client import HubClient
-from streamrl.transport.session import Deliver, Disconnected, LinkClosed, Progress
+from streamrl.transport.keys import read_actor_key
+from streamrl.transport.session import ActorSession, Deliver, Disconnected, LinkClosed, Progress
+from streamrl.version import __version__
+from streamrl.weights.gpu.cuda_memory import device_id
 
 log = logging.getLogger("streamrl.actor")
 
 PROGRESS_S = 0.2
 FAILED_DRAIN_S = 5.0
 """How long an actor that has failed may take to hand its leases back."""
+
+
+def make_worker(endpoint: str, overrides: Sequence[str], calls: InlineCalls | None = None) -> Worker:
+    """Make the worker of an actor of the hub at `endpoint`, in the running loop.
+
+    Args:
+        overrides: `key=value` words, which win over the learner's settings.
+        calls: makes plain calls of the environment in this thread; None: those that have proved to be quick.
+    Raises:
+        ConfigError: an engine, a transport or a key that is not there; the hub was not asked.
+    """
+    local = local_settings(overrides)
+    engine_factory(local.actors.engine)  # a wrong name is refused here, before the hub is asked
+    key = read_actor_key(local.actors.key) if local.actors.key else None
+    source, device_weights = weight_source(local.actors, zmq.Context(), key=key)
+    # A first guess: group size and concurrency are the learner's, and heartbeats carry the real number.
+    leases = max_leases(local.actors.num_concurrent, local.rollout.num_responses_per_prompt)
+    session = ActorSession(
+        local.actors.actor_id or default_actor_id(key), int.from_bytes(os.urandom(7), "little") + 1,
+        engine=wire_name(local.actors.engine), max_leases=leases, transports=tuple(source.factories),
+        software=f"streamrl {__version__}", random_seed=os.getpid(), give_up_after_s=local.actors.give_up_after_s,
+        device=device_weights.device_id if device_weights is not None else device_id(pick_device(local.actors.device)),
+    )
+    client = HubClient(endpoint, session, key)
+    if device_weights is not None:
+        device_weights.report = client.report_nccl
+    log.info("actor %s: connecting to %s", session.actor_id, endpoint)
+    return Worker(
+        client, lambda welcome: build_runtime(welcome, overrides, source, device_weights, calls),
+        has_processes=lambda welcome: has_processes(welcome, overrides),
+    )
 
 
 class Worker:

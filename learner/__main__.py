@@ -88,8 +88,7 @@ def stand_by() -> bool:
 
 def load_libraries() -> None:
     with uncollected():
-        for name in ("learner.loop.finish", "learner.loop.train", "learner.setup.compose"):
-            importlib.import_module(name)
+        importlib.import_module("learner.setup.compose")
 
 
 def check_only(words: list[str]) -> int:
@@ -110,10 +109,8 @@ def learn(words: list[str], told: Callable[..., None], *, launched: bool) -> int
     """Set up, train, finish, and clean up; `streamrl launch` has noted the start of a run that it launched."""
     config = load_config(words, notify=told)
     load_libraries()
-    from learner.loop.finish import finish, record_failure
-    from learner.loop.train import train
     from learner.ranks.stop_flag import StopFlag
-    from learner.setup.compose import build_run, tear_down
+    from learner.setup.compose import carry_out
     from learner.setup.device import agreed_run_dir, start_ranks
 
     stop = StopFlag(grace_s=2 * config.run.shutdown_s)
@@ -122,20 +119,10 @@ def learn(words: list[str], told: Callable[..., None], *, launched: bool) -> int
         partial(choose_run_dir, config), partial(numbered_run_dir, config), config.run.dir, ranks
     )
     noted = ranks.rank != 0 or launched
-    run = build_run(
+    run, completed = carry_out(
         config, run_dir, stop, ranks,
         locked=(lambda: None) if noted else partial(note_start, run_dir, ["streamrl", "learner", *words]),
     )
-    stop.watch_launcher()
-    try:
-        completed = train(run)
-        finish(run, completed=completed)
-    except Exception as error:
-        run.beats.failed(error)
-        record_failure(run, error)
-        raise
-    finally:
-        tear_down(run)
     if not completed and run.ranks.rank == 0:
         # A launcher says how to go on; two commands would be one too many.
         go_on = "" if launched else f"; go on with:  streamrl resume {shlex.quote(name_or_path(run_dir))}"

@@ -21,6 +21,7 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
 
   streamrl launch experiment=quickstart           a learner and its actors, supervised and stopped together
   streamrl launch -m staleness.eta=0,4 ...        one run for each combination, then a comparison
+  streamrl debug experiment=quickstart            the same in one process: breakpoint() in a reward stands in pdb
   streamrl sft [key=value ...]                    supervised training, on answers of a file (data.path)
   streamrl dpo [key=value ...]                    training on pairs of a better and a worse answer
   streamrl train-reward-model [key=value ...]     a reward model from such pairs
@@ -70,6 +71,11 @@ streamrl launch -m hydra/sweeper=optuna ...       a search of ranges such as 'ke
   FILE.yaml          your own settings; words beside it override them. The config.yaml of a run repeats the run
   --cfg job          print the composed settings as YAML, and run nothing; --resolve with values for references
   -cd DIR, -cn NAME  config groups and a settings file in a directory of your own: docs/settings.md""",
+    "debug": """streamrl debug [FILE.yaml] [key=value ...]   one run as threads of this process, on the CPU; see launch
+
+  breakpoint() in a reward or an environment stands in pdb, and no time limit passes meanwhile; what they raise opens
+  pdb where it was raised. `continue` goes on, `quit` ends the run. Tiny models start untrained; the first evaluation
+  and the check of the task before the run are left out.""",
     "settings": """streamrl settings [--common] [WORD ...]    settings with type, default and meaning
 
   WORD        only those whose line contains every word
@@ -135,7 +141,7 @@ def main() -> int:
 def commands() -> dict[str, Callable[[list[str]], int]]:
     """Command -> what it does with its words."""
     return {
-        "launch": launch, "settings": settings, "report": report, "join": join, "replay": replay,
+        "launch": launch, "debug": debug, "settings": settings, "report": report, "join": join, "replay": replay,
         **{name: partial(_become, module) for name, module in PROGRAMS.items()},
         **{name: partial(_open_model, PROGRAMS[name]) for name in ("eval", "chat", "serve")},
         **{name: partial(_call, module, name) for name, module in MODULES.items()},
@@ -163,6 +169,15 @@ def launch(overrides: list[str]) -> int:
     from streamrl.launch import launch_run
 
     return launch_run(line.words)[1]
+
+
+def debug(words: list[str]) -> int:
+    """One run in this process, for a debugger."""
+    from streamrl.config.hydra_words import read_command_line
+    from streamrl.launch import launch_run
+    from streamrl.supervise.one_process import DEBUG_WORDS
+
+    return launch_run([*DEBUG_WORDS, *read_command_line(words).words])[1]
 
 
 def settings(words: list[str]) -> int:

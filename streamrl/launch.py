@@ -13,8 +13,8 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from streamrl.config.devices import placement_of
 from streamrl.config.eval_sets import eval_sets, sampling_note
 from streamrl.config.load import load_config, to_plain
 from streamrl.config.schema import Config
-from streamrl.errors import ControlError
+from streamrl.errors import ConfigError, ControlError
 from streamrl.gpus import Placement, environment_for, visible_gpus
 from streamrl.messages.printable import printable_lines
 from streamrl.metrics.files import read_object, write_atomic
@@ -35,19 +35,18 @@ from streamrl.parent_watch import program
 from streamrl.processes import num_cores
 from streamrl.report.index import write_pages
 from streamrl.run_dirs import LAUNCH_NOTE, choose_run_dir, launch_lock, name_or_path, note_start
-from streamrl.supervise.actors import ActorPool
+from streamrl.supervise.actors import EXIT_NO_ACTORS, ActorPool, actor_words
 from streamrl.supervise.caller import Caller
 from streamrl.supervise.check import check_settings
 from streamrl.supervise.child import Supervised, last_words, num_threads, openmp_environment
 from streamrl.supervise.learner import LearnerRestarts, Standby
+from streamrl.supervise.one_process import check_here, run_threads
 from streamrl.transport.control import ControlServer, ask, is_running, note
-from streamrl.transport.keys import KeyDirectory
 
 log = logging.getLogger("streamrl.launch")
 
 POLL_S = 0.1
 STOP_ACTORS_S = 8.0
-EXIT_NO_ACTORS = 3
 EXIT_INTERRUPTED = 130
 RESUME = "checkpoint.resume="
 MAX_ACTORS = 4096
@@ -107,24 +106,15 @@ class Launcher:
 
     def _run(self) -> int:
         note_start(self.run_dir, ["streamrl", "launch", *self._overrides])
-        done = threading.Event()
-        viewer = threading.Thread(target=self._caller.show, args=(self.run_dir, done), daemon=True)
-        with Interrupts() as interrupts, self._control():
+        with Interrupts() as interrupts, self._control(), _shown(self._caller, self.run_dir):
             self._learner = self._start_learner()
-            viewer.start()
             try:
                 code = self._supervise(interrupts)
             finally:
                 self._stop_everything(interrupts)
-                done.set()
-                viewer.join(timeout=5)
         if interrupts.count:
-            self._caller.say(f"\nStopped. Resume with:\n  {self._resume()}")
-            return EXIT_INTERRUPTED
-        if code != 0:
-            self._caller.say(f"\n{printable_lines(self._why_it_failed(code))}", error=True)
-            if (self.run_dir / "LATEST").exists():
-                self._caller.say(f"Resume from its newest checkpoint with:\n  {self._resume()}", error=True)
+            code = EXIT_INTERRUPTED
+        _tell_end(self._caller, self.run_dir, code, lambda: self._why_it_failed(code))
         return code
 
     @contextmanager
@@ -152,10 +142,6 @@ class Launcher:
             return f"The run ended with status {code} (log: {log_path}):\n{cause}"
         killed = f" (killed by {signal.Signals(-code).name}: out of memory?)" if code == -signal.SIGKILL else ""
         return f"The run ended with status {code}{killed}. The end of {log_path}:\n{last_words(log_path)}"
-
-    def _resume(self) -> str:
-        """The command that continues this run."""
-        return self._caller.resume_words(name_or_path(self.run_dir))
 
     def _supervise(self, interrupts: Interrupts) -> int:
         assert self._learner is not None
@@ -235,14 +221,8 @@ class Launcher:
         index %= len(where.actors) or 1  # an actor that still leaves may hold the name, and so the place, of this one
         share = where.actor_shares[index] if where.actor_shares else None
         return Supervised(name, [
-            *program("actors"), f"connect={self._endpoint}", f"actors.actor_id={name}",
-            f"actors.engine={self.config.actors.engine}",  # HELLO reports it
-            f"actors.transports=[{','.join(self.config.actors.transports)}]",
-            f"actors.give_up_after_s={self.config.actors.give_up_after_s}",
-            *([f"actors.key={KeyDirectory(keys).launched_key()}"] if (keys := self.config.hub.keys) else []),
+            *program("actors"), f"connect={self._endpoint}", *actor_words(self.config, name),
             *([f"actors.gpu_memory_share={share:g}"] if share is not None else []),
-            *([f"actors.device={self.config.actors.device}"] if self.config.actors.device != "auto" else []),
-            *words_for_actors(to_plain(self.config)),
         ], self.run_dir, {**self._openmp, **environment_for(where.actors[index] if where.actors else ())})
 
     def _written_at(self, name: str) -> int:
@@ -320,6 +300,40 @@ class Launcher:
             child.ends_within(max(0.0, deadline - time.monotonic()))
 
 
+@contextmanager
+def _shown(caller: Caller, run_dir: Path) -> Iterator[None]:
+    """Let the caller show the run, in a thread, until the end of the block."""
+    done = threading.Event()
+    viewer = threading.Thread(target=caller.show, args=(run_dir, done), daemon=True)
+    viewer.start()
+    try:
+        yield
+    finally:
+        done.set()
+        viewer.join(timeout=5)
+
+
+def _tell_end(caller: Caller, run_dir: Path, code: int, why: Callable[[], str]) -> None:
+    """Tell how a run that did not end well can go on."""
+    resume = caller.resume_words(name_or_path(run_dir))
+    if code == EXIT_INTERRUPTED:
+        caller.say(f"\nStopped. Resume with:\n  {resume}")
+    elif code != 0:
+        caller.say(f"\n{printable_lines(why())}", error=True)
+        if (run_dir / "LATEST").exists():
+            caller.say(f"Resume from its newest checkpoint with:\n  {resume}", error=True)
+
+
+def run_in_process(config: Config, words: Sequence[str], run_dir: Path, caller: Caller) -> int:
+    """Do the run as threads of this process; returns what `Launcher.run` does, and raises the same."""
+    with launch_lock(run_dir):
+        note_start(run_dir, ["streamrl", "launch", *words])
+        with nullcontext() if config.launch.debug else _shown(caller, run_dir):
+            code, cause = run_threads(config, run_dir, caller)
+    _tell_end(caller, run_dir, code, lambda: cause)
+    return code
+
+
 def eval_notes(config: Config) -> list[str]:
     """A line for each evaluation set that samples differently from training. Raises ConfigError for a wrong set."""
     notes = [(one.name, sampling_note(one.config)) for one in eval_sets(config)]
@@ -340,14 +354,23 @@ def launch_run(overrides: Sequence[str], caller: Caller | None = None) -> tuple[
     for line in eval_notes(config):
         caller.say(line)
     placement = placement_of(config, visible_gpus(os.environ))
-    check_settings(config, words, caller)
+    if config.launch.in_process:
+        if placement.learner or any(placement.actors):
+            raise ConfigError("launch.in_process=true computes on the CPU, and a GPU is visible here: add "
+                              "run.device=cpu actors.device=cpu, or leave it out")
+        check_here(words, caller)
+    else:
+        check_settings(config, words, caller)
     run_dir = choose_run_dir(config)
     caller.say(f"run directory: {run_dir}")
     if placement.learner or any(placement.actors):
         caller.say(placement)
     if (settled := [*overrides, *caller.inputs(run_dir)]) != words:  # actors are told which files they may run
         words, config = settled, load_config(settled)
-    code = Launcher(config, words, run_dir, placement, caller).run()
+    if config.launch.in_process:
+        code = run_in_process(config, words, run_dir, caller)
+    else:
+        code = Launcher(config, words, run_dir, placement, caller).run()
     summary, report = run_dir / "summary.json", run_dir / "report.html"
     if code == 0 and summary.exists():
         caller.say("\n" + Summary.load(summary).table(), end="")

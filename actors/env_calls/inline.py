@@ -69,6 +69,9 @@ class InlineCalls:
             and threading.current_thread() is threading.main_thread() and self._has_signal()
         )
 
+    def failed(self, error: Exception) -> None:
+        """An episode was lost to this error, whichever way it was played; a debugger looks at it."""
+
     def _has_signal(self) -> bool:
         """Whether SIGALRM is ours: taken when first needed, unless other code uses it."""
         if self._owns_signal is None:

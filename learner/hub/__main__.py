@@ -6,11 +6,10 @@ import gc
 import logging
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from learner.hub.context.settings import read_settings
-from learner.hub.server import HubServer
+from learner.hub.server import serve
 from streamrl.errors import StreamrlError
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import watch
@@ -31,20 +30,11 @@ def main() -> int:
     parent_gone: list[bool] = []
     watch(lambda: parent_gone.append(True))
     try:
-        hub = HubServer(settings, rank_keys=RankKeys.from_environment())
+        # Freeze libraries and the ledger so far: no collection needs to scan them.
+        serve(settings, lambda: bool(parent_gone), rank_keys=RankKeys.from_environment(), ready=gc.freeze)
     except StreamrlError as error:
         logging.getLogger("streamrl.hub").error("%s", error)
         return 2
-    gc.freeze()  # libraries: no collection needs to scan them
-    try:
-        hub.run(lambda: bool(parent_gone))
-    finally:
-        hub.close()
-        if settings.rank_endpoint.startswith("ipc://"):
-            socket_file = Path(settings.rank_endpoint.removeprefix("ipc://"))
-            socket_file.unlink(missing_ok=True)
-            with suppress(OSError):  # not empty, or gone
-                socket_file.parent.rmdir()
     if parent_gone:
         for folder in (Path(settings.shm_dir), Path(settings.run_dir) / "weights"):
             remove_run_dir(folder, settings.run_id, wait_s=5.0)

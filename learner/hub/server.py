@@ -18,6 +18,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -72,8 +73,20 @@ class HubServer:
         start_broadcaster: Callable[[HubSettings], BroadcasterProcess] = BroadcasterProcess,
         rank_keys: RankKeys | None = None,
     ) -> None:
+        # Two contexts: ZAP asks one authenticator per context, and ranks have other keys than actors.
+        self._zmq, self._rank_zmq = zmq.Context(), zmq.Context()
+        try:
+            self._open(settings, start_broadcaster, rank_keys)
+        except BaseException:  # a thread's process lives on, and would wait for open sockets when it drops the contexts
+            self._zmq.destroy(linger=0)
+            self._rank_zmq.destroy(linger=0)
+            raise
+
+    def _open(
+        self, settings: HubSettings, start_broadcaster: Callable[[HubSettings], BroadcasterProcess],
+        rank_keys: RankKeys | None,
+    ) -> None:
         ledger, run_log = open_ledger(settings)
-        self._zmq = zmq.Context()
         self._authenticator = Authenticator(self._zmq, KeyDirectory(settings.hub.keys)) if settings.hub.keys else None
         self._actor_socket = hub_router(
             self._zmq, max_message_bytes=settings.limits.max_message_bytes, receive_hwm=UNREAD_PER_ACTOR
@@ -86,8 +99,6 @@ class HubServer:
         bound = self.endpoint.removeprefix("tcp://").rpartition(":")[0]
         host = in_url(settings.hub.advertise or bound)
         weights = WeightServer(self._zmq, settings, host, self._authenticator)
-        # A context of its own: ZAP asks one authenticator per context, and ranks have other keys than actors.
-        self._rank_zmq = zmq.Context()
         self._rank_authenticator = Authenticator(self._rank_zmq, rank_keys) if rank_keys is not None else None
         self._rank_socket = self._rank_zmq.socket(zmq.ROUTER)
         self._rank_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -249,3 +260,21 @@ class HubServer:
         if self._rank_authenticator is not None:
             self._rank_authenticator.close()
         self._rank_zmq.term()
+
+
+def serve(
+    settings: HubSettings, learner_gone: Callable[[], bool], *, rank_keys: RankKeys | None = None,
+    ready: Callable[[], object] = lambda: None,
+) -> None:
+    """Be the hub of a run until its learner says that it ends, or is gone; `ready` is called once it listens."""
+    hub = HubServer(settings, rank_keys=rank_keys)
+    try:
+        ready()
+        hub.run(learner_gone)
+    finally:
+        hub.close()
+        if settings.rank_endpoint.startswith("ipc://"):
+            socket_file = Path(settings.rank_endpoint.removeprefix("ipc://"))
+            socket_file.unlink(missing_ok=True)
+            with suppress(OSError):  # not empty, or gone
+                socket_file.parent.rmdir()

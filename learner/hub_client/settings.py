@@ -113,11 +113,15 @@ def limits(config: schema.Config, vocab_size: int) -> Limits:
     masks = config.staleness.mode is schema.StalenessMode.mask_old_tokens
     return Limits(
         heartbeat_s=config.hub.heartbeat_s, hub_silent_s=max(3.0, 3 * config.hub.heartbeat_s),
-        progress_deadline_s=_progress_deadline_s(_longest_response(config, [(config, config.rollout.train.sampling)])),
+        progress_deadline_s=_progress_deadline_s(
+            _longest_response(config, [(config, config.rollout.train.sampling)]), config.env.step_timeout_s
+        ),
         outbox_groups=OUTBOX_GROUPS, outbox_bytes=OUTBOX_BYTES, max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_new_tokens=response_limit(config), vocab_size=vocab_size,
         max_lag=FAR_FUTURE if masks else largest_max_lag(config), max_sequences=MAX_SEQUENCES,
-        eval_progress_deadline_s=_progress_deadline_s(response_limit(config)),
+        eval_progress_deadline_s=_progress_deadline_s(
+            response_limit(config), max(one.env.step_timeout_s for one, _ in splits(config))
+        ),
         max_trajectory_tokens=config.learner.max_row_tokens,
     )
 
@@ -126,8 +130,9 @@ SLOWEST_TOKEN_S = 0.5
 """Slower than any live engine."""
 
 
-def _progress_deadline_s(num_tokens: int) -> float:
-    return max(120.0, SLOWEST_TOKEN_S * num_tokens)  # progress is reported once a generation is finished
+def _progress_deadline_s(num_tokens: int, step_timeout_s: float) -> float:
+    # Progress is reported once a generation or a call of the environment is finished.
+    return max(120.0, SLOWEST_TOKEN_S * num_tokens, 2 * step_timeout_s)
 
 
 def stall_fail_s(config: schema.Config) -> float:

@@ -13,6 +13,7 @@ from learner.checkpoint.saving import Checkpoints
 from learner.control.staleness import StalenessControl
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess
+from learner.hub_client.thread import HubThread
 from learner.loop.evaluations import Evaluations
 from learner.loop.steering import Steering
 from learner.model.adapter.lora import AdapterOf
@@ -52,7 +53,7 @@ class Run(Callbacks):
     adapter: AdapterOf | None
     trainer: Trainer
     hub: HubLink
-    hub_process: HubProcess | None
+    hub_process: HubProcess | HubThread | None
     beats: RankBeats
     stop: StopFlag
     staleness: StalenessControl

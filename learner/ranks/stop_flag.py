@@ -20,7 +20,8 @@ class StopFlag:
     def __init__(self, grace_s: float) -> None:
         self.reason: str | None = None
         self._grace_s = grace_s
-        for number in (signal.SIGINT, signal.SIGTERM):
+        in_main = threading.current_thread() is threading.main_thread()  # Python delivers signals to it alone
+        for number in (signal.SIGINT, signal.SIGTERM) if in_main else ():
             signal.signal(number, self._received)
 
     def watch_launcher(self) -> None:

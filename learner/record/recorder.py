@@ -64,7 +64,9 @@ class Recorder:
         sign(run_dir / "config.yaml")
         self._hub_counts = HubCounts(counters)
         self._archive = _archive(config.objectives, run_dir)
-        sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step), ConsoleSink(config.trainer.num_steps)]
+        sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step)]
+        if config.launch.debug or not config.launch.in_process:  # else the terminal is the live display's
+            sinks.append(ConsoleSink(config.trainer.num_steps))
         tracking = config.tracking
         run = TrackedRun(run_id, run_dir, tracking.project, resume_step, to_plain(tracking))
         self._sinks = FanOut([*sinks, *open_trackers(tracker_names(config), run)])

@@ -20,8 +20,10 @@ from learner.hub.context.settings import HubSettings
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings, response_limit, stall_fail_s
 from learner.loop.evaluations import Evaluations
+from learner.loop.finish import finish, record_failure
 from learner.loop.run import Run
 from learner.loop.steering import Steering
+from learner.loop.train import train
 from learner.publish.publishing import Prober, Versions, probe_tokens
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
@@ -73,7 +75,7 @@ def _build(config: Config, given: Inputs, run_dir: Path, stop: StopFlag, ranks: 
     def hub() -> StartedHub:
         return start_hub(
             partial(_hub_settings, config, run_dir, given, recovered, ranks, documents, staleness.bounds), run_dir,
-            given.start, ranks, undo, silent_s=config.learner.rank_silent_s,
+            given.start, ranks, undo, silent_s=config.learner.rank_silent_s, in_process=config.launch.in_process,
         )
 
     if ranks.from_rank_zero(float(bool(history and history.batches))):
@@ -222,6 +224,24 @@ def _keep(run: Run, lock: RunLock | None, shm: ShmPublisher | None) -> None:
     ):
         if close is not None:
             run.resources.callback(close)
+
+
+def carry_out(
+    config: Config, run_dir: Path, stop: StopFlag, ranks: Ranks, *, locked: Callable[[], None] = lambda: None
+) -> tuple[Run, bool]:
+    """Do the whole run; returns it, closed, and whether all its steps are done. A failure is recorded and raised."""
+    run = build_run(config, run_dir, stop, ranks, locked=locked)
+    stop.watch_launcher()
+    try:
+        completed = train(run)
+        finish(run, completed=completed)
+    except Exception as error:
+        run.beats.failed(error)
+        record_failure(run, error)
+        raise
+    finally:
+        tear_down(run)
+    return run, completed
 
 
 def tear_down(run: Run) -> None:

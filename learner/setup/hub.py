@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from learner.hub.context.settings import HubSettings
 from learner.hub_client.endpoint import RankDoor, RankEndpoint, agree
 from learner.hub_client.link import HubLink
 from learner.hub_client.process import HubProcess
+from learner.hub_client.thread import HubThread
 from learner.loop.run import Run
 from learner.ranks.beats import RankBeats
 from learner.ranks.mesh import Ranks
@@ -30,30 +32,31 @@ log = logging.getLogger("streamrl.learner")
 
 @dataclass(frozen=True, slots=True)
 class StartedHub:
-    """A hub that starts in a process of its own, where ranks reach it, and their heartbeats.
+    """A hub that starts in a process of its own, or a thread of this one, where ranks reach it, and their heartbeats.
 
     Rank 0 alone has its `process`.
     """
 
-    process: HubProcess | None
+    process: HubProcess | HubThread | None
     endpoint: RankEndpoint
     beats: RankBeats
 
     def link(
         self, learner: LearnerConfig, ranks: Ranks, stop: StopFlag, *, version: int, stall_fail_s: float
     ) -> HubLink:
-        """This rank's connection."""
+        """This rank's connection; a hub in this process may be silent, as in a debugger, for as long as it is there."""
+        patience_s = math.inf if isinstance(self.process, HubThread) else learner.rank_silent_s
         return HubLink(
             self.endpoint.address, key=self.endpoint.key, rank=ranks.rank, world=ranks.mesh.world, version=version,
             check_hub=self.process.check if self.process else lambda: None, stop_requested=stop,
             stall_report_s=learner.stall_report_s, stall_fail_s=stall_fail_s,
-            rank_silent_s=learner.rank_silent_s or learner.rank_timeout_s,
+            rank_silent_s=patience_s or learner.rank_timeout_s,
         )
 
 
 def start_hub(
     settings_at: Callable[[str], HubSettings], run_dir: Path, start: int, ranks: Ranks, undo: ExitStack, *,
-    silent_s: float,
+    silent_s: float, in_process: bool = False,
 ) -> StartedHub:
     """Start the hub on rank 0, and this rank's heartbeats; a collective call.
 
@@ -61,10 +64,12 @@ def start_hub(
         settings_at: the hub's settings, by the address at which it listens for ranks.
         undo: ends them if something fails before the run is whole.
         silent_s: after which a rank without heartbeats is dead.
+        in_process: start it as a thread.
     """
     process, door = None, RankDoor.make() if ranks.rank == 0 else None
     if door is not None:  # the hub imports and binds while the networks load here
-        process = HubProcess(settings_at(door.bind), door.keys)
+        settings = settings_at(door.bind)
+        process = HubThread(settings) if in_process else HubProcess(settings, door.keys)
         undo.callback(process.abandon)
     endpoint = agree(ranks, lambda: door.endpoint(run_dir, start, process.check))
     beats = undo.enter_context(RankBeats(endpoint.address, ranks, silent_s=silent_s, key=endpoint.key))

@@ -74,7 +74,8 @@ def open_inputs(config: Config, run_dir: Path, ranks: Ranks) -> Inputs:
     lock = lock_run_dir(run_dir) if ranks.rank == 0 else None
     epoch = int(ranks.maximum(float(lock.learner_epoch if lock else 0)))
     task = task_of(config)
-    check_task(task, limit_s=config.env.step_timeout_s)  # fails here by name, not in an actor an hour later
+    if not config.launch.debug:  # else its first episode may stand in a debugger
+        check_task(task, limit_s=config.env.step_timeout_s)  # fails here by name, not in an actor an hour later
     sets = fit_to_records(config, task)
     model_dir = starting_model(config, task, ranks)
     past = find_resume_state(

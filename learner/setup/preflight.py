@@ -79,7 +79,8 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
     template_text(config.data.chat_template)
     _check_template(config, notify)
     task = task_of(config)
-    check_task(task, limit_s=config.env.step_timeout_s, notify=notify)
+    if not config.launch.debug:  # what is wrong shows in its first episode, in a debugger
+        check_task(task, limit_s=config.env.step_timeout_s, notify=notify)
     checked_eval_sets(config, notify=notify)
     if config.policy.tiny.enabled:
         check_tiny_prompts(

@@ -127,6 +127,25 @@ def check_devices(config: Config) -> None:
         )
 
 
+def check_in_process(config: Config) -> None:
+    """Raise ConfigError, with the remedy, for what a run in one process does not have."""
+    launch, actors = config.launch, config.actors
+    if launch.debug and not launch.in_process:
+        raise ConfigError("launch.debug=true is for a run in one process: add launch.in_process=true, or take the "
+                          "command streamrl debug")
+    wanted = {
+        "launch.num_actors": (launch.num_actors, (1,)), "launch.num_learner_ranks": (launch.num_learner_ranks, (1,)),
+        "launch.standby_learner": (launch.standby_learner, (False,)), "actors.engine": (actors.engine, ("native",)),
+        "run.device": (config.run.device, ("cpu", "auto")), "actors.device": (actors.device, ("cpu", "auto")),
+    }
+    for key, (got, allowed) in wanted.items() if launch.in_process else ():
+        if got not in allowed:
+            raise ConfigError(
+                f"launch.in_process=true runs one learner and one actor with the native engine on the CPU, and {key} "
+                f"is {got}: add {key}={str(allowed[0]).lower()}, or leave launch.in_process out"
+            )
+
+
 def placement_of(config: Config, gpus: Sequence[str]) -> Placement:
     """The GPUs that the learner and each actor get of these; none where the settings keep them on a CPU.
 

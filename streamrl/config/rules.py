@@ -6,7 +6,7 @@ import re
 from dataclasses import fields, replace
 
 from streamrl.config.addresses import check_endpoint, is_address, is_loopback, is_wildcard
-from streamrl.config.devices import check_devices, check_engine, check_ranks
+from streamrl.config.devices import check_devices, check_engine, check_in_process, check_ranks
 from streamrl.config.schema import (
     AdaptiveRule,
     Config,
@@ -110,6 +110,7 @@ def check(config: Config) -> None:
     check_endpoint(config.actors.endpoint, config.env.agent)
     check_engine(config)
     check_devices(config)
+    check_in_process(config)
     _check_lora(config)
 
 

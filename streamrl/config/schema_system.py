@@ -304,6 +304,11 @@ class LaunchConfig:
     standby_learner: bool = False
     """Keep a second learner process, with its libraries loaded, that takes over when the only rank is killed: some
     seconds sooner, for about 0.5 GB of memory."""
+    in_process: bool = False
+    """Run learner, hub and one actor with the native engine as threads of one process, on the CPU: for debuggers."""
+    debug: bool = False
+    """With `launch.in_process`, as `streamrl debug` sets it: environments and rewards are called in the main thread,
+    where breakpoint() stands, without a time limit or a check before the run; what they raise opens the debugger."""
 
 
 @dataclass

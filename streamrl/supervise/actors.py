@@ -7,8 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
+from streamrl.config.load import to_plain
+from streamrl.config.schema import Config
+from streamrl.named_code import words_for_actors
 from streamrl.supervise.caller import Caller
 from streamrl.supervise.child import OWN_LINE, Supervised, last_words, log_tail
+from streamrl.transport.keys import KeyDirectory
 
 log = logging.getLogger("streamrl.launch")
 
@@ -16,7 +20,7 @@ QUICK_DEATH_S = 15.0
 HEALTHY_S = 120.0
 NUM_SAME_DEATHS = 3
 """An actor that ends so often in a row with the same words, and soon after its start, will not do better."""
-EXIT_CONFIG = 2
+EXIT_CONFIG, EXIT_NO_ACTORS = 2, 3
 FINISH_S = 60.0
 """How long an actor that is no longer wanted may take to finish its leases."""
 LEAVE_S = 15.0
@@ -29,6 +33,20 @@ class Leaving:
 
     child: Supervised
     terminate_at: float
+
+
+def actor_words(config: Config, name: str) -> list[str]:
+    """The words that an actor of a launched run gets beside the hub's address: what it needs before it has joined."""
+    actors = config.actors
+    return [
+        f"actors.actor_id={name}",
+        f"actors.engine={actors.engine}",  # HELLO reports it
+        f"actors.transports=[{','.join(actors.transports)}]",
+        f"actors.give_up_after_s={actors.give_up_after_s}",
+        *([f"actors.key={KeyDirectory(keys).launched_key()}"] if (keys := config.hub.keys) else []),
+        *([f"actors.device={actors.device}"] if actors.device != "auto" else []),
+        *words_for_actors(to_plain(config)),
+    ]
 
 
 class ActorPool:
