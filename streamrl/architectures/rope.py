@@ -30,12 +30,12 @@ def fix_rope(model: torch.nn.Module, max_tokens: int | None) -> None:
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str):
-            if _depends_on_length(kind):
+            if depends_on_length(kind):
                 _fix(module, kind, None, max_tokens)
                 module.rope_type = FIXED
         elif isinstance(kind, dict):
             for layer_type, name in kind.items():
-                if name is not None and _depends_on_length(name):
+                if name is not None and depends_on_length(name):
                     _fix(module, name, layer_type, max_tokens)
                     module.rope_type = {**module.rope_type, layer_type: FIXED}
 
@@ -44,7 +44,7 @@ def original_length(config: Any) -> int | None:
     """The length beyond which the frequencies of a text configuration change; None if they never do."""
     found = [
         _original(config, parameters) for parameters in _parameters(config)
-        if _depends_on_length(parameters.get("rope_type") or "")
+        if depends_on_length(parameters.get("rope_type") or "")
     ]
     return min(found) if found else None
 
@@ -54,7 +54,7 @@ def has_dynamic_rope(config: Any) -> bool:
     return any("dynamic" in (parameters.get("rope_type") or "") for parameters in _parameters(config))
 
 
-def _depends_on_length(kind: str) -> bool:
+def depends_on_length(kind: str) -> bool:
     return kind == "longrope" or "dynamic" in kind
 
 

@@ -31,15 +31,17 @@ from actors.engines.base import (
     end_of_sequence_ids,
 )
 from actors.engines.native.forward import ATTENTION_NAME, Forward
+from actors.engines.native.lean import Ready
 from actors.engines.native.scheduler import Scheduler, Sequence, StopMatcher, decoder
 from actors.engines.native.self_check import prepare
-from actors.engines.native.weights import AdapterSets, WeightSets, linear_weights
+from actors.engines.native.weights import AdapterSets, Staged, WeightSets, linear_weights
 from streamrl.architectures.saved_buffers import keep_buffers_wide
 from streamrl.errors import EngineError, RequestError
 from streamrl.messages import VersionRef
 from streamrl.process_memory import keep_freed_memory
 
 Answer = asyncio.Future[Any]
+_Staged = tuple[Staged, Ready | None]
 
 
 class Answers:
@@ -124,8 +126,15 @@ class NativeEngine:
         self.rounds_weights = weights == "int8"
         self._weights = WeightSets(model, linear_weights(model) if self.rounds_weights else ())
         self._adapters = AdapterSets(model, adapter) if adapter is not None else None
+        forward = Forward(
+            model,
+            max_num_seqs,
+            max_tokens,
+            self._adapters,
+            int8=self.rounds_weights,
+        )
         self._scheduler = Scheduler(
-            Forward(model, max_num_seqs, max_tokens, self._adapters), max_num_seqs, prefill_tokens,
+            forward, max_num_seqs, prefill_tokens,
             pinning=self._adapters is not None and install_policy == "drain",
         )
 
@@ -187,7 +196,7 @@ class NativeEngine:
 
     async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
         """See `Engine.install`. The copy is made beside the running model; only the pointer swap stops it."""
-        return await self._install(self._weights.stage, tensors, self._weights.swap, ref)
+        return await self._install(self._stage, tensors, self._exchange, ref)
 
     async def _install(
         self, stage: Callable[[Any], Any], tensors: Mapping[str, Any], exchange: Callable[[Any], None], ref: VersionRef
@@ -198,11 +207,25 @@ class NativeEngine:
             pause_s = await self._on_thread(lambda: self._swap(lambda: exchange(staged), ref), self._swaps)
         return InstallTimes(pause_s=pause_s, install_s=time.perf_counter() - begin)
 
+    def _stage(self, tensors: Mapping[str, Any]) -> _Staged:
+        staged = self._weights.stage(tensors)
+        lean = self._scheduler.forward.lean
+        if lean is None:
+            return staged, None
+        return staged, lean.ready(staged)
+
+    def _exchange(self, staged: _Staged, *, keep_spare: bool = True) -> None:
+        whole, ready = staged
+        self._weights.swap(whole, keep_spare=keep_spare)
+        if ready is not None:
+            lean = self._scheduler.forward.lean
+            lean.use(ready)
+
     async def install_base(self, tensors: Mapping[str, Any]) -> None:
         """See `TakesAdapters.install_base`."""
         async with self._installing:
-            staged = await asyncio.to_thread(self._weights.stage, tensors)
-            await self._on_thread(lambda: self._weights.swap(staged, keep_spare=False), self._inbox)
+            staged = await asyncio.to_thread(self._stage, tensors)
+            await self._on_thread(lambda: self._exchange(staged, keep_spare=False), self._inbox)
 
     async def install_adapter(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
         """See `TakesAdapters.install_adapter`."""

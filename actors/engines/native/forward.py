@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from actors.engines.native.lean import LeanPass, why_plain
 from actors.engines.native.weights import AdapterSets, checkpoint_tensors
 from streamrl.architectures.attention import MaskRule, attend, carry, check_extras, register, rule_of
 from streamrl.errors import EngineError
@@ -175,10 +176,16 @@ class PassView:
 
         `options` are `scaling` and what else `streamrl.architectures.attention.attend` takes.
         """
-        call = len(self.shapes)
-        self.shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3]))
         # Token-major: [tokens, heads, dim], which is how the projections lie in memory.
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return self.attend_tokens(query, key, value, rule, options)[None]
+
+    def attend_tokens(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, options: Mapping[str, Any]
+    ) -> Tensor:
+        """Compute an attention call of tensors [tokens, heads, dim]."""
+        call = len(self.shapes)
+        self.shapes.append(LayerShape(key.shape[1], key.shape[2], value.shape[2]))
         start, parts = self._positions.shape[0], []
         if start:
             parts.append(self._decode(call, query[:start], key[:start], value[:start], rule, options))
@@ -187,7 +194,7 @@ class PassView:
             whole = (tensor[start:end].unflatten(0, (num_prompts, length)) for tensor in (query, key, value))
             parts.append(self._read(call, rows, *whole, rule, options))
             start = end
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(
         self, call: int, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, options: Mapping[str, Any]
@@ -251,11 +258,19 @@ class Forward:
     """Runs one causal language model over a slot cache of its own. All methods belong to one thread."""
 
     def __init__(
-        self, model: torch.nn.Module, slots: int, max_tokens: int, adapters: AdapterSets | None = None
+        self,
+        model: torch.nn.Module,
+        slots: int,
+        max_tokens: int,
+        adapters: AdapterSets | None = None,
+        *,
+        int8: bool = False,
     ) -> None:
         self.adapters = adapters
         self._model = model.eval()
         self.device = next(iter(checkpoint_tensors(model).values())).device
+        self.lean: LeanPass | None = None
+        """The pass without modules; None leaves all of them to the model's own code."""
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         # Only the wanted positions go through the output head. A hook picks them, so that the model's own scaling or
         # capping of logits still happens.
@@ -265,6 +280,8 @@ class Forward:
         if type(head) is torch.nn.Linear and head.weight.dtype.itemsize == 2:
             head.forward = partial(wide_logits, head)
         self.cache = self._probe(slots, max_tokens)
+        if why_plain(model) is None:
+            self.lean = LeanPass(model, max_tokens, int8=int8)
 
     def _keep_wanted(self, module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         return None if self._wanted is None else (args[0][:, self._wanted],)
@@ -329,6 +346,8 @@ class Forward:
 
     def _call(self, ids: Tensor, positions: Tensor, view: PassView, wanted: Tensor | None) -> Tensor:
         """ids, positions [tokens]; wanted: the tokens whose logits [wanted, vocab] are returned, None for all."""
+        if self.lean is not None and self.lean.applies:
+            return self.lean(ids, positions, view, wanted)
         self._wanted = wanted
         tokens = ids[None].to(self.device)
         with carry(view):

@@ -70,6 +70,24 @@ def round_to_int8_(weight: Tensor) -> None:
     weight.copy_(torch.where(scale > 0, (wide / scale).round_() * scale, wide))
 
 
+def _like(tensors: Mapping[str, Tensor]) -> Staged:
+    """New tensors, which share blocks of memory as these do."""
+    blocks: dict[tuple[int, torch.dtype], Tensor] = {}
+    made = {}
+    for name, tensor in tensors.items():
+        block = tensor.untyped_storage()
+        key = block.data_ptr(), tensor.dtype
+        if key not in blocks:
+            size = block.nbytes() // tensor.element_size()
+            blocks[key] = tensor.new_empty(size)
+        made[name] = blocks[key].as_strided(
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+        )
+    return made
+
+
 class WeightSets:
     """Fills and swaps. `stage` may run in any thread, `swap` only where nothing is computing.
 
@@ -90,7 +108,7 @@ class WeightSets:
         # Moved out: if this call is abandoned halfway, the next one allocates tensors of its own.
         staged, self._spare = self._spare, None
         if staged is None:
-            staged = {name: torch.empty_like(live, requires_grad=False) for name, live in self.live.items()}
+            staged = _like(self.live)
         for name, target in staged.items():
             self._upload.copy(tensors[name], target)
         self._upload.finish()
