@@ -52,7 +52,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 def check_here(words: Sequence[str], caller: Caller) -> None:
     """Raise what `streamrl.supervise.check.check_settings` raises, without a process of its own."""
-    with uncollected():
+    with uncollected():  # all libraries of the run: what the check needs of them it would import under the collector
+        import learner.setup.compose  # noqa: F401
         from learner.setup.preflight import check_run
     check_run(load_config(words), notify=caller.say)
 
