@@ -12,9 +12,10 @@ All of it is collective over the learner's ranks.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -64,6 +65,7 @@ class TrainerSettings:
         sync_reference_every: batches after which the reference becomes the policy; 0 is never.
         num_critic_warmup_steps: batches of which only the critic learns.
         gradient_cosine: compare each step's gradient with that of the step before.
+        stop_kl: leave the rest of a batch's steps out once a step measured this KL of policy and behavior.
         compute_dtype, wire_dtype: in which the policy computes, and in which actors get it.
     """
 
@@ -76,6 +78,7 @@ class TrainerSettings:
     sync_reference_every: int = 0
     num_critic_warmup_steps: int = 0
     gradient_cosine: bool = False
+    stop_kl: float = math.inf
     compute_dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype = torch.float32
 
@@ -161,7 +164,7 @@ class Trainer:
                 self.objective, rows, batch, version=self.version, ranks=self.ranks, lag_policy=lag_policy
             )
             minibatches = pack_minibatches(
-                plan.rows, plan.batch, self.settings.max_tokens, self.ranks, bootstrap=self.objective.has_critic,
+                plan.rows, plan.batch, self.settings.max_tokens, self.ranks, bootstrap=self.objective.bootstraps,
                 num_minibatches=self.settings.num_minibatches, places=plan.places, measured=plan.measured,
                 share=self.networks.shares_prompts,
             )
@@ -213,8 +216,15 @@ class Trainer:
                 )
             total.merge(meter.totals())
             results.append(result)
+            if (meter.value("drift/k3") or 0.0) > self.settings.stop_kl and not result.skipped:
+                break
             if number + 1 < len(passes) and not result.skipped:
                 self.callbacks.stepped(plan.version + number + 1)
+        left = len(passes) - len(results)
+        if self.settings.stop_kl < math.inf:
+            total.add("policy/num_steps_left_out", left)
+        # Lags count in versions, so the version counts these steps, too.
+        results += [replace(result, cosine=None, left_out=True)] * left
         return TrainedBatch(total, BatchResult(tuple(results)), statistics, critic)
 
     def _accumulate(self, plan: BatchPlan, minibatch: list[MicroBatch], statistics: StepStatistics) -> BatchPlan:
@@ -226,7 +236,7 @@ class Trainer:
                 check_split(whole, cause, self.ranks, possible=can_restart(self.networks.policy))
                 forget_passes(self.networks.policy)  # it may have failed amid its backward pass: all begin again
                 minibatch[at : at + 1] = parts = halves(
-                    whole, plan.rows, bootstrap=self.objective.has_critic, share=self.networks.shares_prompts
+                    whole, plan.rows, bootstrap=self.objective.bootstraps, share=self.networks.shares_prompts
                 )
                 plan = plan.cut(whole, parts)
                 statistics.split(plan)

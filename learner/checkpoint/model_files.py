@@ -152,8 +152,11 @@ class ModelFiles:
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> None:
-        """Read this rank's rows of every weight; cast on the device that they are on."""
+        """Read this rank's rows of every weight; cast on the device that they are on. Factors of adapters stay."""
         for name, tensor in saved_tensors(model):
+            if ".lora_" in name:
+                continue
+            name = name.replace(".base_layer.", ".")
             box, local = local_box(tensor), local_part(tensor.detach())
             if not local.numel() or local.is_meta:  # of a layer that is not used
                 continue

@@ -67,9 +67,10 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free FSDP2's gathered copy of the root, which would hide a change of the shards."""
-    if isinstance(module, FSDPModule):
-        module.reshard()
+    """Free FSDP2's gathered copies, which would hide a change of the shards: of the root, and perhaps of layers."""
+    for part in module.modules() if isinstance(module, FSDPModule) else ():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def training_tensors(

@@ -106,7 +106,8 @@ def job_of(config: Sections, *, longest: int, on_gpu: bool) -> Job:
         config.policy, mesh, on_gpu, dtype, longest=longest, chunk_tokens=learner.logprob_chunk_tokens,
         tokens=min(learner.max_row_tokens, max(longest, batch // mesh.dp_size)),
         flash=learner.attention.name != _SDPA,
-        reduce_once=learner.reduce_once, frozen_copies=tuple(copies),
+        reduce_once=learner.reduce_once, reshard_after_forward=learner.reshard_after_forward,
+        frozen_copies=tuple(copies),
         critic_model=find_estimator(config.advantage.estimator).needs_critic and config.critic.kind is CriticKind.model,
         snapshot=wire_dtype(config.publish.dtype, device) if beside else None,
     )

@@ -26,7 +26,7 @@ from learner.model.adapter.lora import add_adapter
 from learner.model.attention.packed import ATTENTION, packed_attention
 from learner.model.gradients import reduce_gradients
 from learner.model.optimizer import make_optimizer
-from learner.model.policy import Policy, assemble, decoder_layers
+from learner.model.policy import Policy, assemble, decoder_layers, keep_gathered
 from learner.ranks.mesh import Mesh, Ranks, local_part
 from streamrl.architectures.attention import register
 from streamrl.config.schema import LoraBase, PolicyConfig
@@ -57,6 +57,7 @@ class Job:
     chunk_tokens: int = 1024
     flash: bool = True
     reduce_once: bool = False
+    reshard_after_forward: bool = True
     frozen_copies: tuple[torch.dtype, ...] = ()
     critic_model: bool = False
     snapshot: torch.dtype | None = None
@@ -106,6 +107,8 @@ def step_peaks(job: Job, model_config: Any) -> tuple[dict[str, Counter[str]], in
         LiveBytes(vocabulary) as live,
     ):
         policy = _policy(job, model, ranks)
+        if not job.reshard_after_forward:
+            keep_gathered(policy)
         live.label("parameters", [*policy.parameters(), *policy.buffers()], again=True)
         beside = [_policy(plain, other, ranks).requires_grad_(False) for other in others]
         live.label("frozen models", (p for other in beside for p in other.parameters()), again=True)

@@ -23,6 +23,7 @@ class StepResult:
     skipped: bool  # on all ranks if any gradient was not finite; weights and moments are untouched then
     lr: float
     cosine: float | None = None  # to the gradient of the step before, if that was kept
+    left_out: bool = False  # not taken, because the policy had moved far enough: norm and rate are of the step before
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class BatchResult:
     @property
     def grad_norm(self) -> float:
         """Mean global norm of the steps whose gradients were finite; not finite if there is none."""
-        norms = [step.grad_norm for step in self.steps if not step.skipped]
+        norms = [step.grad_norm for step in self.steps if not (step.skipped or step.left_out)]
         return math.fsum(norms) / len(norms) if norms else self.steps[0].grad_norm
 
     @property

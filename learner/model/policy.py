@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
@@ -168,13 +168,13 @@ def load_policy(
     model_dir: Path | str, *, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False,
     chunk_tokens: int = 1024, ranks: Ranks | None = None, max_tokens: int | None = None, attention: str = "sdpa",
     share_prompts: bool = False, compile_with: str | None = None,
-    adapt: Callable[[Policy], None] | None = None, masters: torch.dtype = torch.float32, offload: bool = False,
-    around: Callable[[Policy], nn.Module] | None = None,
+    adapt: Callable[[Policy], None] | None = None, adapts_whole: bool = False, masters: torch.dtype = torch.float32,
+    offload: bool = False, around: Callable[[Policy], nn.Module] | None = None,
 ) -> Policy:
     """A policy from a local checkpoint, ready to train; a collective call.
 
     With a mesh each rank reads the rows of its shards, and rank 0 checks the scoring on the first layers. Without one,
-    and where `adapt` needs whole weights, the model is read into host memory in float32.
+    and where `adapt` needs weights or files name them otherwise, the model is read into host memory in float32.
 
     Args:
         model_dir: a Hugging Face checkpoint directory; nothing is fetched and no code of it is run.
@@ -185,7 +185,8 @@ def load_policy(
         attention: "auto" or a kind of `learner.model.attention.kernels.ATTENTIONS`.
         share_prompts: find out whether a common beginning of sequences may be packed once (`Policy.shares_prompts`).
         compile_with: a backend of torch.compile for every decoder layer; None compiles nothing.
-        adapt: changes its layers, before they are sharded.
+        adapt: changes its layers, before they are sharded; those of the files may still be without weights.
+        adapts_whole: it needs the weights.
         masters: type of the weights between the passes, with a mesh; a policy that is trained needs float32.
         offload: keep this rank's shards in host memory, with a mesh; for a policy that is not trained.
         around: makes the network of its layers that is sharded in its place, with a mesh; what that leaves out is not
@@ -199,7 +200,7 @@ def load_policy(
     attention = choose_attention(attention, device=ranks.device, dtype=dtype)
     options = {"max_tokens": max_tokens, "share_prompts": share_prompts}
     files = whole = None
-    if ranks.fsdp_mesh is None or adapt is not None:
+    if ranks.fsdp_mesh is None or (adapt is not None and (adapts_whole or not _reads_rows(path, ranks))):
         model = read_model(path, attention=ATTENTION, needs_head=around is None)
         rule, shares = _checked(model, path, **options)
     else:
@@ -265,7 +266,7 @@ def _skeleton(
     """A model without weights; the files to fill it from, or on rank 0 the whole model; the findings of the check."""
     model = empty_model(path, dtype=masters, attention=ATTENTION)
     files, whole, failure = ModelFiles(path), None, None
-    by_rows = ranks.maximum(float(not files.hold(model))) == 0.0
+    by_rows = _reads_rows(path, ranks)
     rule, shares = PLAIN, False
     if ranks.rank == 0:  # the others wait: one copy of the layers, and one core that computes them
         try:
@@ -280,6 +281,12 @@ def _skeleton(
     rule = LogitRule(ranks.from_rank_zero(rule.scale), ranks.from_rank_zero(rule.cap or 0.0) or None)
     fix_rope(model, max_tokens)  # as `prepare` did with the one that it checked
     return model, files if by_rows else None, whole, rule, bool(ranks.from_rank_zero(float(shares)))
+
+
+def _reads_rows(path: Path, ranks: Ranks) -> bool:
+    """Whether the files hold every weight under its own name, on all ranks; a collective call."""
+    model = empty_model(path, dtype=torch.float32, attention=ATTENTION)
+    return ranks.maximum(float(not ModelFiles(path).hold(model))) == 0.0
 
 
 def _set_passes(policy: Policy, attention: str, compile_with: str | None) -> None:
@@ -372,3 +379,12 @@ def shard(
             name: buffer if buffer is None else buffer.to(ranks.device) for name, buffer in part._buffers.items()
         })
     return module
+
+
+def keep_gathered(module: nn.Module) -> None:
+    """Leave layers gathered from their forward to their backward pass, as ZeRO-2 does: one all-gather in place of two.
+
+    A pass without a backward one leaves them gathered, too, until `learner.checkpoint.shards.reshard`.
+    """
+    if isinstance(module, FSDPModule):
+        module.set_reshard_after_forward(False)

@@ -75,6 +75,11 @@ class Objective:
         return self.estimator.needs_critic
 
     @property
+    def bootstraps(self) -> bool:
+        """The critic values the end of answers that were cut short."""
+        return self.has_critic and self.advantage.bootstrap_truncated
+
+    @property
     def needs(self) -> frozenset[str]:
         """Measurements of the whole batch that must precede the first gradient; empty for most losses."""
         advantage, needs = self.advantage, set(self.regularizers.needs)

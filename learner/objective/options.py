@@ -42,6 +42,8 @@ WEIGHTED_BASELINES = ("weighted_leave_one_out", "opob")
 BASELINES = ("leave_one_out", "group_mean", "batch", "none", *WEIGHTED_BASELINES)
 AGENT_BASELINES = ("leave_one_out", "group_mean", "none")
 """Baselines that `advantage.by=agent` takes."""
+AVG_LEVELS_ELSEWHERE = {"token_level": "token-mean", "sample_level": "seq-mean-token-mean"}
+"""Names of ColossalAI's `loss_variation`, and ours."""
 SCALES = ("none", "std", "batch_std")
 _SAFE_ETA = 4
 """The largest lead at which no arm of docs/staleness.md differed from another."""
@@ -142,6 +144,12 @@ def constraint_limits(constraint: ConstraintConfig) -> dict[str, float]:
     """Name of each constraint -> its limit."""
     limits = {"kl": constraint.kl_limit, "entropy": constraint.entropy_min}
     return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def violation(value: float, limit: float, sense: str) -> float:
+    """By how much a constraint is broken; 0 if it holds."""
+    error = controllers.signed_violation(value, limit, sense)
+    return max(0.0, float(error))
 
 
 def method_options(constraint: ConstraintConfig) -> dict[str, Any]:
@@ -251,6 +259,8 @@ ALGORITHM_RULES: tuple[Unused | Need, ...] = (
     Need(lambda c: c.advantage.scale == "none" or not (c.estimator.needs_critic or c.weighted),
          "advantage.scale={advantage.scale!r} divides the centered scores of plain groups; with advantage.estimator="
          "{advantage.estimator!r} and advantage.baseline={advantage.baseline!r} use advantage.whiten=batch."),
+    Unused("advantage", ("bootstrap_truncated",), lambda c: not c.estimator.needs_critic,
+           "with advantage.estimator={advantage.estimator!r}, which has no critic"),
     Unused("advantage", ("weight_cap", "min_ess"), lambda c: not c.weighted,
            "with advantage.baseline={advantage.baseline!r}"),
     Need(lambda c: c.correction.surrogate in (None, c.loss.surrogate),
@@ -304,6 +314,8 @@ def check_settings(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int
     one_of("advantage.baseline", advantage.baseline, BASELINES)
     one_of("advantage.scale", advantage.scale, SCALES)
     one_of("advantage.whiten", advantage.whiten, ("none", "batch"))
+    meant = AVG_LEVELS_ELSEWHERE.get(loss.avg_level)
+    need(meant is None, f"loss.avg_level={loss.avg_level} of ColossalAI is loss.avg_level={meant} here.")
     one_of("loss.avg_level", loss.avg_level, AVG_LEVELS)
     try:
         check_pairing(
@@ -404,6 +416,11 @@ def check_regularizers(
         steps_per_batch: optimizer steps that share an anchor.
     Raises ConfigError: names the setting, the value and the remedy.
     """
+    need(
+        kl.mode not in ("reward_k2", "reward_k3"),
+        f"kl.mode={kl.mode} would not be the gradient of a KL: a reward is not differentiated, and the mean derivative "
+        "of k1 alone is 0. Take reward_k1, or k2_is or k3_is in the loss.",
+    )
     one_of("kl.mode", kl.mode, MODES)
     one_of("kl.controller", kl.controller, ("constant", *CONTROLLERS, "schedule"))
     distill, on = distill or DistillConfig(), kl.mode != "off"

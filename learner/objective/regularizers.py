@@ -254,6 +254,8 @@ class LossWeights:
             meter.add("clip/high", self.clip_high)
         for name, multiplier in self.multipliers.items():
             meter.add(f"constraint/{name}", multiplier)
+            if (value := meter.value(MEASURED[name])) is not None:
+                meter.add(f"constraint/{name}_violation", options.violation(value, self._limits[name], SENSES[name]))
 
     def update(self, meter: Meter, *, num_steps: int, frozen: bool = False) -> None:
         """Move all weights by this step's global means; what was not measured moves nothing.

@@ -22,5 +22,6 @@ class ProcessUse:
         }
         if self._device.type == "cuda":
             found["system/gpu_allocated_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+            torch.cuda.reset_peak_memory_stats(self._device)  # the next sample's peak is that of its own step
             found["system/gpu_reserved_bytes"] = float(torch.cuda.memory_reserved(self._device))
         return found

@@ -110,7 +110,7 @@ def _of_batch(run: OpenedRun, plan: BatchPlan, text: Text | None) -> Iterator[Bl
         places[plan.rows[place].group_id].append(place)
     passes = {
         group: pack(
-            plan.rows, trainer.settings.max_tokens, places=mine, bootstrap=trainer.objective.has_critic,
+            plan.rows, trainer.settings.max_tokens, places=mine, bootstrap=trainer.objective.bootstraps,
             share=networks.shares_prompts,
         )
         for group, mine in places.items()

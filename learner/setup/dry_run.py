@@ -141,7 +141,7 @@ def _one_step(settings: LossSections, loss: LossConfig) -> float:
     )
     statistics = StepStatistics(plan, ranks)
     statistics.watch(range(len(rows)))
-    batches = pack(rows, 1000, bootstrap=objective.has_critic)
+    batches = pack(rows, 1000, bootstrap=objective.bootstraps)
     of_actions = objective.estimator.of_actions
     plan = with_outputs(plan, [(batch, _scored(batch, of_actions=of_actions)) for batch in batches], ranks)
     for batch in batches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from learner.model.critic import build_critic
 from learner.model.networks import FrozenPolicy, Networks, load_reference
 from learner.model.optimizer import allocate_moments, make_optimizer, make_schedule
 from learner.model.paths import compute_dtype, wire_dtype
-from learner.model.policy import Policy, load_policy, pass_options
+from learner.model.policy import Policy, keep_gathered, load_policy, pass_options
 from learner.model.teacher import load_teacher
 from learner.objective.objective import Objective
 from learner.objective.options import needs_reference
@@ -34,7 +35,7 @@ from learner.setup.shadows import make_shadows
 from learner.trainer import Trainer, TrainerSettings
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.rules import lag_rule, largest_max_lag, soft_max_lag, steps_per_batch
-from streamrl.config.schema import Config, LoraConfig, ReferenceConfig, SkipZeroAdvantage
+from streamrl.config.schema import Config, LoraBase, LoraConfig, ReferenceConfig, SkipZeroAdvantage
 
 log = logging.getLogger("streamrl.learner")
 
@@ -74,7 +75,8 @@ def _trainer_settings(config: Config, ranks: Ranks) -> TrainerSettings:
         num_epochs=learner.num_epochs, max_grad_norm=policy.optimizer.max_grad_norm, reduce_once=learner.reduce_once,
         ewma_decay=config.loss.ewma_decay, sync_reference_every=config.reference.sync_every_steps,
         num_critic_warmup_steps=config.critic.num_warmup_steps,
-        gradient_cosine=learner.gradient_cosine, compute_dtype=compute_dtype(policy.dtype, ranks.device),
+        gradient_cosine=learner.gradient_cosine, stop_kl=math.inf if learner.stop_kl is None else learner.stop_kl,
+        compute_dtype=compute_dtype(policy.dtype, ranks.device),
         wire_dtype=wire_dtype(config.publish.dtype, ranks.device),
     )
 
@@ -133,12 +135,14 @@ def load_networks(
     def load() -> Policy:
         return load_policy(
             model_dir, dtype=dtype, ranks=ranks, gradient_checkpointing=config.policy.gradient_checkpointing,
-            adapt=adapt, **passes,
+            adapt=adapt, adapts_whole=lora.base_quantization is not LoraBase.none, **passes,
         )
 
     if not config.policy.tiny.enabled:
         log.info("loading the model from %s", model_dir)
     policy = load()
+    if not config.learner.reshard_after_forward:
+        keep_gathered(policy)
     if adapt is not None:
         log.info("%s", describe(policy, lora, config.policy.optimizer.lr))
     critic = build_critic(

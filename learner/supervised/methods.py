@@ -22,7 +22,7 @@ from learner.model.policy import Policy, decoder_layers, load_policy, policy_ten
 from learner.publish.export import set_chat_template
 from learner.ranks.mesh import Ranks
 from learner.supervised.records import AnswerShape, Encoded, Encoder, row_of, shape_of
-from streamrl.config.schema import DataConfig, DpoConfig, LearnerConfig
+from streamrl.config.schema import DataConfig, DpoConfig, DpoLoss, LearnerConfig, ReferenceConfig
 from streamrl.environment import Record
 from streamrl.errors import ConfigError
 
@@ -56,13 +56,19 @@ def load_reward_network(
             f"policy.model_path={model_dir} cannot become a reward model: transformers has no sequence classifier of "
             "its architecture; take a Llama, Qwen, Mistral or Gemma model"
         ) from error
+    made: list[RewardNetwork] = []
+
+    def around(start: Policy) -> RewardNetwork:
+        start.model.set_attn_implementation(registered(start.attention))
+        made.append(RewardNetwork(decoder_of(start.model), start.hidden_size))
+        return made[0]
+
+    # Without a mesh nothing is sharded, and the type of a policy's passes would be refused.
     start = load_policy(
-        model_dir, max_tokens=learner.max_row_tokens, attention=learner.attention.name,
-        gradient_checkpointing=gradient_checkpointing,
+        model_dir, max_tokens=learner.max_row_tokens, attention=learner.attention.name, ranks=ranks, around=around,
+        gradient_checkpointing=gradient_checkpointing, dtype=dtype if ranks.fsdp_mesh is not None else torch.float32,
     )
-    start.model.set_attn_implementation(registered(start.attention))
-    network = RewardNetwork(decoder_of(start.model), start.hidden_size)
-    return shard(network, decoder_layers(start.model), ranks, dtype)
+    return made[0] if made else shard(around(start), decoder_layers(start.model), ranks, dtype)
 
 
 def _empty_classifier(model_dir: Path) -> nn.Module:
@@ -201,27 +207,76 @@ class _OfPairs:
 
 
 class Dpo(_OfPairs):
-    """Direct preference optimization (Rafailov et al. 2023), with label smoothing and an SFT term."""
+    """Direct preference optimization (Rafailov et al. 2023), with label smoothing and an SFT term; IPO, SimPO, ORPO.
+
+    Args:
+        reference: None for the losses that compare log-probs of the policy alone.
+    """
 
     def __init__(
-        self, policy: Policy, reference: FrozenPolicy, encoder: Encoder, data: DataConfig, settings: DpoConfig, *,
-        max_tokens: int,
+        self, policy: Policy, reference: FrozenPolicy | None, encoder: Encoder, data: DataConfig,
+        settings: DpoConfig, *, max_tokens: int,
     ) -> None:
         super().__init__(encoder, data, max_tokens)
         self.network, self._reference, self._settings = policy, reference, settings
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Measured]:
         settings = self._settings
-        before = self._reference.score(batch)
+        before = 0.0 if self._reference is None else self._reference.score(batch)
         logprobs = logprobs_of(self.network, batch)
         chosen, rejected = sums_of_sides(batch, settings.beta * (logprobs - before))
-        smoothing, difference = settings.label_smoothing, chosen - rejected
-        loss = -(1.0 - smoothing) * F.logsigmoid(difference) - smoothing * F.logsigmoid(-difference)
-        if settings.sft_weight:
+        counts, others = (count.clamp(min=1.0) for count in sums_of_sides(batch, torch.ones_like(logprobs)))
+        if settings.loss is not DpoLoss.sigmoid:
+            chosen, rejected = chosen / counts, rejected / others
+        loss = preference_loss(settings, chosen, rejected)
+        sft_weight = 1.0 if settings.loss is DpoLoss.orpo else settings.sft_weight
+        if sft_weight:
             nats, _ = sums_of_sides(batch, -logprobs)
-            counts, _ = sums_of_sides(batch, torch.ones_like(logprobs))
-            loss = loss + settings.sft_weight * nats / counts.clamp(min=1.0)
+            loss = loss + sft_weight * nats / counts
         return loss.sum(), self.measured(chosen.detach(), rejected.detach())
+
+
+def preference_loss(settings: DpoConfig, chosen: Tensor, rejected: Tensor) -> Tensor:
+    """The loss of each pair by the rewards of its answers, [S]; in docs/supervised.md."""
+    beta, smoothing = settings.beta, settings.label_smoothing
+    difference = chosen - rejected
+    if settings.loss is DpoLoss.ipo:
+        return (difference / beta - 0.5 / beta).square()
+    if settings.loss is DpoLoss.orpo:
+        return -beta * F.logsigmoid(_log_odds(chosen / beta) - _log_odds(rejected / beta))
+    if settings.loss is DpoLoss.simpo:
+        difference = difference - settings.margin
+    return -(1.0 - smoothing) * F.logsigmoid(difference) - smoothing * F.logsigmoid(-difference)
+
+
+def _log_odds(logprobs: Tensor) -> Tensor:
+    """log(p / (1 - p)); of a certain answer, which has none, a large one without a gradient."""
+    logprobs = logprobs.clamp(max=-1e-6)
+    return logprobs - torch.log(-torch.expm1(logprobs))
+
+
+def check_losses(dpo: DpoConfig, reference: ReferenceConfig) -> None:
+    """Raise ConfigError for a setting that does nothing with this loss."""
+    loss = dpo.loss
+    found = []
+    if dpo.margin and loss is not DpoLoss.simpo:
+        found.append("dpo.margin")
+    if dpo.label_smoothing and loss in (DpoLoss.ipo, DpoLoss.orpo):
+        found.append("dpo.label_smoothing")
+    if dpo.sft_weight and loss is DpoLoss.orpo:
+        found.append("dpo.sft_weight")
+    if reference.model_path and not needs_reference(dpo):
+        found.append("reference.model_path")
+    if found:
+        raise ConfigError(
+            f"{found[0]} does nothing with dpo.loss={loss}: "
+            "leave it out, or choose another loss"
+        )
+
+
+def needs_reference(dpo: DpoConfig) -> bool:
+    """Whether the loss compares with a reference model."""
+    return dpo.loss in (DpoLoss.sigmoid, DpoLoss.ipo)
 
 
 class RewardModel(_OfPairs):

@@ -28,6 +28,7 @@ from learner.model.adapter.lora import AdapterOf, check_resumed, describe_adapte
 from learner.model.gradients import BatchResult, optimizer_step, reduce_gradients
 from learner.model.optimizer import Schedule, make_optimizer, make_schedule
 from learner.model.paths import compute_dtype, wire_dtype
+from learner.model.policy import keep_gathered
 from learner.publish.export import export_model, used_template
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
@@ -38,7 +39,16 @@ from learner.setup.preflight import check_folders, template_text
 from learner.setup.publishing import background_of
 from learner.setup.trainer import load_networks
 from learner.sources.skipped import SkippedSteps
-from learner.supervised.methods import Dpo, Method, RewardModel, Sft, export_reward_model, load_reward_network
+from learner.supervised.methods import (
+    Dpo,
+    Method,
+    RewardModel,
+    Sft,
+    check_losses,
+    export_reward_model,
+    load_reward_network,
+    needs_reference,
+)
 from learner.supervised.records import Encoder, places_of, shape_of
 from streamrl.config.schema import Config, OnBadRecord
 from streamrl.errors import ConfigError, TaskError
@@ -263,6 +273,8 @@ def check_start(config: Config, kind: str) -> None:
     if kind == "train-reward-model" and config.policy.lora.rank is not None:
         raise ConfigError("policy.lora.rank trains an adapter of a policy: leave it out for a reward model")
     side_limit(config, kind)
+    if kind == "dpo":
+        check_losses(config.dpo, config.reference)
     config.data.chat_template = template_text(config.data.chat_template)
     models = {"policy.model_path": config.policy, "reference.model_path": config.reference}
     find_models(models, log.info, allow=config.actors.allow)
@@ -346,12 +358,15 @@ def make_method(
             model_dir, config.learner, ranks, dtype=compute_dtype(config.policy.dtype, ranks.device),
             gradient_checkpointing=config.policy.gradient_checkpointing,
         )
+        if not config.learner.reshard_after_forward:
+            keep_gathered(network)
         optimizer = make_optimizer(network, config.policy.optimizer)
         if past.checkpoint is not None:
             past.checkpoint.restore(network, optimizer, ranks)
         return RewardModel(network, encoder, config.data, max_tokens=max_tokens), optimizer
-    networks = load_networks(config, model_dir, past, ranks, with_critic=False, with_reference=kind == "dpo")
-    if networks.reference is None:
+    compares = kind == "dpo" and needs_reference(config.dpo)
+    networks = load_networks(config, model_dir, past, ranks, with_critic=False, with_reference=compares)
+    if kind == "sft":
         return Sft(networks.policy, encoder, config.data, max_tokens=max_tokens), networks.optimizer
     method = Dpo(networks.policy, networks.reference, encoder, config.data, config.dpo, max_tokens=max_tokens)
     return method, networks.optimizer

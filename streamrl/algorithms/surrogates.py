@@ -263,12 +263,14 @@ def aipo(
 
 
 def seq_tis(
-    behavior_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, cap: float = 2.0
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, cap: float = 2.0,
+    geometric: bool = False,
 ) -> TokenLoss:
-    """`-sg(min(exp(S), cap)) A log pi`: one truncated weight for the whole trajectory."""
+    """`-sg(min(exp(S), cap)) A log pi`: one truncated weight for the whole trajectory; `geometric`: mean for sum S."""
     require(cap > 0.0, f"cap={cap} must be positive")
     log_ratios, policy, advantages = _read(behavior_logprobs, policy_logprobs, advantages, mask)
-    ratio = _row_log_ratio(log_ratios).exp()
+    mean = (log_ratios.detach().sum(1) / row_counts(mask, log_ratios.dtype))[:, None]
+    ratio = (mean if geometric else _row_log_ratio(log_ratios)).exp()
     return _weighted_loss(ratio.clamp(max=cap), policy, advantages, mask, ratio > cap)
 
 

@@ -88,8 +88,9 @@ ALIASES: dict[str, str] = {
     "sync_ref_model": "reference.sync_every_steps", "ref_model_sync_steps": "reference.sync_every_steps",
     "max_norm": "policy.optimizer.max_grad_norm", "max_tool_calling_iterations": "env.max_turns",
     "agent_func_path": "env.path", "remote_url": "env.path", "async_queue_size": "staleness.eta",
-    "staleness_threshold": "staleness.eta", "weight_sync_steps": "publish.when", "partial_rollout": "actors.on_install",
-    "partial_rollout_enable": "actors.on_install", "test_freq": "eval.every_steps",
+    "staleness_threshold": "staleness.eta", "weight_sync_steps": "publish.when",
+    "partial_rollout": "actors.on_install", "partial_rollout_enable": "actors.on_install",
+    "test_freq": "eval.every_steps",
     "resume_mode": "checkpoint.resume", "n_gpus_per_node": "launch.num_learner_ranks",
     "num_gpus_per_node": "launch.num_learner_ranks", "num_train_gpus": "launch.num_learner_ranks",
     "num_infer_gpus": "launch.num_actors", "num_engines": "launch.num_actors",
@@ -249,9 +250,9 @@ NOT_HERE: dict[str, str] = {
     "deepspeed": "ranks are sharded by FSDP2: launch.num_learner_ranks",
     "accelerate": "ranks are started by torchrun: launch.num_learner_ranks",
     "local_rank": "ranks are started by torchrun: launch.num_learner_ranks",
-    "zero_stage": "ranks are sharded by FSDP2: learner.mesh.shard",
+    "zero_stage": "FSDP2 shards as ZeRO-3 does, and with learner.reshard_after_forward=false as ZeRO-2",
     "reference_deepspeed": "the reference model is sharded as the policy is: learner.mesh.shard",
-    "zero_optimization": "ranks are sharded by FSDP2: learner.mesh.shard",
+    "zero_optimization": "FSDP2 shards as ZeRO-3 does, and with learner.reshard_after_forward=false as ZeRO-2",
     "memory_optimization": "policy.gradient_checkpointing, policy.optimizer.offload and learner.max_tokens_per_device "
                            "save memory",
     "offload_model": "actors have GPUs of their own, so what is trained stays on its GPU: reference.offload and "

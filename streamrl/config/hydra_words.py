@@ -26,6 +26,8 @@ SWEEPS = {
 """Names of our settings in Hydra, its Optuna sweeper and its joblib launcher."""
 PARAMS = "hydra.sweeper.params."
 """What follows is the setting that varies."""
+SPACE = "search="
+"""A file of configs/search/, or of a directory of one's own: settings to vary, under hydra.sweeper.params."""
 SAMPLERS = {"optuna": "tpe", "basic": "grid"}
 MEANT = {
     "hydra/launcher": "sweep.num_parallel for several runs at once here, streamrl slurm for one on a cluster",
@@ -97,9 +99,9 @@ def read_command_line(typed: Sequence[str]) -> CommandLine:
         words.append(_file_of(given.config_name, given.config_dir))
     multirun = given.multirun or "hydra.mode=MULTIRUN" in words
     words = own_words([word for word in words if word not in ("hydra.mode=MULTIRUN", "hydra.mode=RUN")])
-    sweeps = next((word for word in words if word.startswith("sweep.")), None)
+    sweeps = next((word for word in words if word.startswith(("sweep.", SPACE))), None)
     if sweeps is not None and not multirun:
-        raise ConfigError(f"`{sweeps}` is a setting of a sweep: use it with streamrl launch -m, or leave it out")
+        raise ConfigError(f"`{sweeps}` is of a sweep: use it with streamrl launch -m, or leave it out")
     return CommandLine(words, multirun, given.cfg is not None, given.resolve)
 
 

@@ -363,6 +363,11 @@ def _check_minibatches(config: Config) -> None:
         "publish.when=every_optimizer_step does nothing with one optimizer step per batch: leave it out, or set "
         "learner.num_minibatches or learner.num_epochs",
     )
+    _need(
+        config.learner.stop_kl is None or steps_per_batch(config) > 1,
+        f"learner.stop_kl={config.learner.stop_kl} does nothing with one optimizer step per batch: "
+        "leave it out, or set learner.num_minibatches or learner.num_epochs",
+    )
 
 
 def _check_hub(config: Config) -> None:

@@ -15,6 +15,7 @@ ConstraintMethod = StrEnum("ConstraintMethod", ["lagrangian", "pid", "penalty"])
 Discount = StrEnum("Discount", ["token", "turn"])
 AdvantageBy = StrEnum("AdvantageBy", ["trajectory", "agent"])
 EntropyAdapt = StrEnum("EntropyAdapt", ["none", "coef", "clip_high"])
+DpoLoss = StrEnum("DpoLoss", ["sigmoid", "ipo", "simpo", "orpo"])
 OnStale = StrEnum("OnStale", ["reissue", "drop"])
 OpsmWhen = StrEnum("OpsmWhen", ["always", "over_budget"])
 Segment = StrEnum("Segment", ["turn", "block"])
@@ -152,6 +153,9 @@ class AdvantageConfig:
     """Segments of `vtrace_segments`: whole turns, or blocks of `advantage.segment_tokens`."""
     segment_tokens: PositiveInt = 32
     """Tokens of one block."""
+    bootstrap_truncated: bool = True
+    """With a critic: its value of the end stands for what an answer that was cut by a limit could not earn any more,
+    unless the environment had judged it; `false` ends there with 0."""
     weight_cap: Positive = 2.0
     """Cap of the sequence ratios that weigh siblings in `weighted_leave_one_out` and `opob`."""
     min_ess: NonNegative = 2.0
@@ -265,8 +269,14 @@ class DistillConfig:
 
 @dataclass
 class DpoConfig:
+    loss: DpoLoss = DpoLoss.sigmoid
+    """Of `streamrl dpo`: sigmoid (DPO), ipo, or without a reference model simpo and orpo, whose rewards are mean
+    log-probs of tokens."""
     beta: Positive = 0.1
-    """Of `streamrl dpo`: weight of the log-ratio to the reference, the reward that the loss compares."""
+    """Of `streamrl dpo`: weight of the log-ratio to the reference, the reward that the loss compares; of simpo of the
+    mean log-prob (usually 2), of ipo the size of the pull to the reference, of orpo the weight of the odds ratio."""
+    margin: NonNegative = 0.0
+    """Of `dpo.loss=simpo`: what the better answer's reward is to exceed the other's by (gamma)."""
     label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0
     """Share of the pairs that may be the wrong way round."""
     sft_weight: NonNegative = 0.0

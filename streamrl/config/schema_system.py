@@ -50,6 +50,9 @@ class LearnerConfig:
     `rollout.num_prompts_per_step`."""
     num_epochs: PositiveInt = 1
     """E: passes over a batch. It takes K x E optimizer steps; versions and lags count optimizer steps."""
+    stop_kl: Positive | None = None
+    """Leave the rest of a batch's K x E steps out once a step measured more than this KL of the policy to the recorded
+    behavior (`drift/k3`, nats per token), as PPO's target KL does; versions count them all the same. Null is off."""
     max_tokens_per_device: PositiveInt = 4096
     """Token budget of one packed micro-batch on one rank; times `learner.mesh.context` it must hold the longest prompt
     and response."""
@@ -67,6 +70,10 @@ class LearnerConfig:
     reduce_once: bool = False
     """Add the gradients of all ranks up once per optimizer step instead of after every micro-batch: less traffic, and 4
     bytes more of memory for each parameter on every rank."""
+    reshard_after_forward: bool = True
+    """Free each layer's gathered weights after its forward pass (ZeRO-3). `false` keeps those of the trained model to
+    its backward pass (ZeRO-2): one all-gather a micro-batch in place of two, for the memory of all weights in
+    `policy.dtype`; moments and gradients stay sharded."""
     skip_zero_advantage: SkipZeroAdvantage = SkipZeroAdvantage.auto
     """Make no pass over trajectories that cannot change the gradient, as in groups of equal rewards: `auto`, or only a
     forward pass if a control reads their ratios (`staleness.adaptive`, `policy.scheduler.ess_rule` ...); `always`
@@ -321,6 +328,9 @@ class SweepConfig:
     sampler: str = "grid"
     """Which runs `streamrl launch -m` does: grid takes every combination of the listed values; tpe and random draw
     `sweep.num_trials` of them, from ranges too (needs Optuna); or your own factory as package.module:attribute."""
+    num_grid_points: Annotated[int, Meta(ge=2)] | None = None
+    """Values of an interval that a grid tries, its ends among them; with tag(log,...) evenly by order of magnitude.
+    Null refuses an interval in a grid."""
     num_trials: PositiveInt = 20
     """Runs of a search; a grid does them all."""
     num_startup_trials: Count = 5

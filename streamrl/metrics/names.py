@@ -68,6 +68,7 @@ NEEDS = {
     "zscore": "`loss.zscore_bound`",
     "correction": "`loss.correction`",
     "gradient_cosine": "`learner.gradient_cosine`",
+    "stop_kl": "`learner.stop_kl`",
     "kl": "`kl.mode`",
     "reference": "`kl.mode` or `constraint.kl_limit`",
     "distill": "`distill.teacher`",
@@ -299,7 +300,8 @@ SECTIONS: dict[str, list[Metric]] = {
         ("policy/grad_cosine", "cosine", "last", "Cosine of the gradient to that of the optimizer step before; of a "
                                                  "batch of several steps, their mean.", "gradient_cosine"),
         ("policy/lr", "rate", "last", "Learning rate of the policy."),
-        ("constraint/*", "multiplier", "last", "Multiplier of a named constraint."),
+        ("constraint/*", "multiplier", "last", "Multiplier of a named constraint; as NAME_violation by how much "
+                                                "this step breaks it, 0 if it holds."),
         ("policy/num_tokens", "tokens", "sum", "Action tokens trained on in this step."),
         ("policy/num_trajectories", "trajectories", "sum", "Trajectories trained on in this step."),
         ("policy/num_groups", "groups", "sum", "Groups trained on in this step."),
@@ -312,6 +314,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("policy/num_microbatches", "micro-batches", "sum", "Micro-batches of this step, over all ranks."),
         ("policy/num_split_microbatches", "splits", "sum", "Micro-batches that did not fit into memory, split in two."),
         ("policy/num_skipped_steps", "steps", "sum", "1 if the step was skipped for a non-finite loss or gradient."),
+        ("policy/num_steps_left_out", "steps", "sum", "Optimizer steps that `learner.stop_kl` left out.", "stop_kl"),
     ) + section(
         ("kl/value", "nats", "mean", "KL to the reference model, per token."),
         ("kl/clamped_fraction", "fraction", "mean", "Tokens whose reference log-ratio was clamped."),
@@ -403,7 +406,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("meter/num_nonfinite", "values", "sum", "Values refused by the meter because they were not finite."),
     ) + section(
         ("system/gpu_reserved_bytes", "bytes", "max", "Reserved GPU memory per rank."),
-        ("system/gpu_allocated_bytes", "bytes", "max", "Peak allocated GPU memory per rank since its start."),
+        ("system/gpu_allocated_bytes", "bytes", "max", "Peak allocated GPU memory of a rank in this step."),
         needs="gpu",
     ),
 }

@@ -58,14 +58,16 @@ class Pool:
     Args:
         make_job: from the number and the words that `source` gives.
         num_interrupts: how often the user has asked to stop; each job is asked as often.
+        on_end: called after each end of a job.
     """
 
     def __init__(
         self, source: Source, make_job: Callable[[int, Sequence[str]], Job], objective: Objective,
         places: Sequence[Mapping[str, str]], num_interrupts: Callable[[], int],
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self._source, self._make_job, self._objective, self._places = source, make_job, objective, places
-        self._num_interrupts, self._num_passed_on = num_interrupts, 0
+        self._num_interrupts, self._num_passed_on, self._on_end = num_interrupts, 0, on_end
         self._running: list[_Running] = []
         self._best: tuple[float, Job] | None = None
         self._has_more = True
@@ -135,6 +137,7 @@ class Pool:
         elif not self._num_passed_on:
             print(f"job {job.number} failed: {process.mark_failed(code)}", flush=True)
             self._source.report_end(job.number, None, pruned=False)
+        self._on_end()
 
     def _count(self, job: Job, seconds: float | None = None) -> None:
         """A job that has ended in order."""

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from statistics import fmean, median, pstdev
 from typing import Any
 
 from streamrl.config.load import load_config
@@ -41,7 +43,7 @@ def launch_sweep(typed: Sequence[str]) -> int:
     objective = Objective(config.sweep.metric, config.sweep.direction == SweepDirection.maximize)
     _check(config, objective, words)
     is_grid = config.sweep.sampler == GRID
-    combinations = words.grid() if is_grid else []
+    combinations = words.grid(config.sweep.num_grid_points) if is_grid else []
     directory = _choose_directory(config)
     print(f"sweep directory: {directory}", flush=True)
     places = shares(config.sweep.num_parallel, num_cores(), visible_gpus(os.environ), os.environ)
@@ -52,7 +54,8 @@ def launch_sweep(typed: Sequence[str]) -> int:
     )
     job_of = partial(make_job, directory, words.fixed, config.sweep.subdir)
     with Interrupts() as interrupts:
-        Pool(source, job_of, objective, places, lambda: interrupts.count).run()
+        tell = partial(_write_results, directory, objective, typed)
+        Pool(source, job_of, objective, places, lambda: interrupts.count, tell).run()
     records = _write_ranking(directory, objective, typed)
     write_pages(directory, Path(config.run.root) if config.sweep.dir is None else None, ended_well=True)
     if interrupts.count:
@@ -156,29 +159,79 @@ def _choose_directory(config: Config) -> Path:
     return directory
 
 
-def _write_ranking(directory: Path, objective: Objective, typed: Sequence[str]) -> list[RunRecord]:
-    """The table on the terminal, comparison.html and comparison.md, and sweep.json for programs; best first."""
-    found = [path for path in sorted(directory.iterdir(), key=_number) if is_run(path)]
-    if not found:
-        return []
-    page = directory / "comparison.html"
-    print("\n" + write_comparison(found, page, objective))
+def _ranked(
+    directory: Path, objective: Objective
+) -> list[tuple[RunRecord, Path]]:
+    """The runs so far and their directories, best first."""
+    paths = sorted(directory.iterdir(), key=_number)
+    found = [path for path in paths if is_run(path)]
     records = [read_run(path) for path in found]
     order = objective.order(records)
-    records, found = [records[i] for i in order], [found[i] for i in order]
-    print(f"comparison      {page}", flush=True)
-    rows = [_row(record, objective) for record in records]
+    return [(records[i], found[i]) for i in order]
+
+
+def _write_results(
+    directory: Path, objective: Objective, typed: Sequence[str]
+) -> list[tuple[RunRecord, Path]]:
+    """Write sweep.json, for programs, and the best run so far alone, in best.json; the runs, best first."""
+    ranked = _ranked(directory, objective)
+    if not ranked:
+        return []
+    rows = [_row(record, objective) for record, _ in ranked]
+    done = {
+        _number(path): objective.value(record)
+        for record, path in ranked
+        if outcome(record) == Outcome.finished
+    }
+    values = [
+        value for _, value in sorted(done.items())
+        if value is not None
+    ]
     report = {
-        "command": "streamrl launch -m " + shlex.join(typed), "metric": objective.metric,
-        "direction": "maximize" if objective.maximize else "minimize", "runs": rows,
+        "command": "streamrl launch -m " + shlex.join(typed),
+        "metric": objective.metric,
+        "direction": "maximize" if objective.maximize else "minimize",
+        "statistics": _statistics(values, objective),
+        "runs": rows,
     }
     write_atomic(directory / "sweep.json", json.dumps(report, indent=2) + "\n")
-    if outcome(records[0]) == Outcome.finished:
-        print(f"best            {objective.metric} {rows[0]['value']}: {' '.join(records[0].overrides)}", flush=True)
-    for record, path in zip(records, found, strict=True):
+    if values:
+        write_atomic(directory / "best.json", json.dumps(rows[0], indent=2) + "\n")
+    return ranked
+
+
+def _statistics(values: Sequence[float], objective: Objective) -> dict[str, Any]:
+    """Statistics of the values of finished runs, in the order of their numbers; nothing without any."""
+    if not values:
+        return {}
+    better = max if objective.maximize else min
+    return {
+        "finished": len(values),
+        "mean": fmean(values),
+        "std": pstdev(values),
+        "median": median(values),
+        "min": min(values),
+        "max": max(values),
+        "best_so_far": list(accumulate(values, better)),
+    }
+
+
+def _write_ranking(directory: Path, objective: Objective, typed: Sequence[str]) -> list[RunRecord]:
+    """The table on the terminal, comparison.html and comparison.md, and the files of `_write_results`."""
+    ranked = _write_results(directory, objective, typed)
+    if not ranked:
+        return []
+    page = directory / "comparison.html"
+    found = sorted((path for _, path in ranked), key=_number)
+    print("\n" + write_comparison(found, page, objective))
+    print(f"comparison      {page}", flush=True)
+    if outcome(best := ranked[0][0]) == Outcome.finished:
+        value = objective.value(best)
+        print(f"best            {objective.metric} {value}: {' '.join(best.overrides)}", flush=True)
+    for record, path in ranked:
         if outcome(record) in (Outcome.unfinished, Outcome.failed):
             print(f"not finished    {path}{': ' if record.failure else ''}{record.failure}", file=sys.stderr)
-    return records
+    return [record for record, _ in ranked]
 
 
 def _number(path: Path) -> int:

@@ -12,7 +12,8 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
 from streamrl.config.catalog import kinds
-from streamrl.config.composition import directories_of, is_file, loader_of
+from streamrl.config.composition import check_choice, directories_of, group_values, hydra_words_in, is_file, loader_of
+from streamrl.config.hydra_words import SPACE, own_words
 from streamrl.config.overrides import check_names, quoted
 from streamrl.errors import ConfigError
 
@@ -38,6 +39,24 @@ class Axis:
         """The first and the last value."""
         return (self.values[0], self.values[-1]) if self.values else (str(self.low), str(self.high))
 
+    def listed(self, points: int) -> tuple[str, ...]:
+        """The values in order, of an interval so many: evenly spaced, with `log` by order of magnitude."""
+        low, high = self.low, self.high
+        if low is None or high is None or self.values:
+            return self.values
+        found: list[float] = []
+        for place in range(points):
+            share = place / (points - 1)
+            if self.log:
+                value = low * (high / low) ** share
+            else:
+                value = low + (high - low) * share
+            found.append(value)
+        found[-1] = high
+        if isinstance(low, int):
+            found = [round(one) for one in found]
+        return tuple(dict.fromkeys(map(repr, found)))
+
 
 @dataclass(frozen=True)
 class SweepWords:
@@ -46,15 +65,21 @@ class SweepWords:
     fixed: tuple[str, ...]
     axes: Mapping[str, Axis] = field(default_factory=dict)
 
-    def grid(self) -> list[tuple[str, ...]]:
-        """The words that vary, of every combination. Raises ConfigError: an interval cannot be listed."""
+    def grid(self, points: int | None = None) -> list[tuple[str, ...]]:
+        """The words that vary, of every combination.
+
+        Args:
+            points: values to list of an interval, its ends among them.
+        Raises:
+            ConfigError: an interval, and no number of `points`.
+        """
         for key, axis in self.axes.items():
-            if not axis.values:
+            if not axis.values and points is None:
                 raise ConfigError(
-                    f"{key} varies over an interval, which a grid cannot list: add hydra/sweeper=optuna to search it, "
-                    f"or list its values as {key}={axis.low},{axis.high}"
+                    f"{key} varies over an interval, which a grid cannot list: add sweep.num_grid_points=5 for so many "
+                    f"values of it, or hydra/sweeper=optuna to search it, or list them as {key}={axis.low},{axis.high}"
                 )
-        listed = [[f"{key}={value}" for value in axis.values] for key, axis in self.axes.items()]
+        listed = [[f"{key}={value}" for value in axis.listed(points or 2)] for key, axis in self.axes.items()]
         return list(itertools.product(*listed))
 
     def examples(self) -> Iterator[tuple[str, ...]]:
@@ -69,6 +94,7 @@ def parse_sweep(words: Sequence[str]) -> SweepWords:
     Raises ConfigError: a word that names no setting or is not in hydra's grammar.
     """
     check_names(words)
+    words = _with_spaces(words)
     fixed: list[str] = []
     axes: dict[str, Axis] = {}
     parser = OverridesParser.create(config_loader=loader_of(directories_of(words)))  # lists the files of glob
@@ -87,6 +113,23 @@ def parse_sweep(words: Sequence[str]) -> SweepWords:
             ) from error
         fixed.append(word)
     return SweepWords(tuple(fixed), axes)
+
+
+def _with_spaces(words: Sequence[str]) -> list[str]:
+    """The words with those that files of the group `search` hold, as hydra.sweeper.params, in place of these files.
+
+    What is also typed is as typed. Raises ConfigError: no such file, or one that holds something else.
+    """
+    directories, typed = directories_of(words), [word for word in words if not word.startswith(SPACE)]
+    for name in (word.removeprefix(SPACE) for word in words if word.startswith(SPACE)):
+        check_choice("search", name, directories)
+        found = own_words(hydra_words_in(values := group_values("search", name, directories)))
+        if values:
+            raise ConfigError(f"search={name} holds {', '.join(values)}: write what varies under hydra.sweeper.params")
+        keys = {word.partition("=")[0].lstrip("+") for word in typed}
+        check_names(found)
+        typed += [word for word in found if word.partition("=")[0] not in keys]
+    return typed
 
 
 def _axis(override: Override) -> Axis:

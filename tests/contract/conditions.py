@@ -45,6 +45,7 @@ HOLDS: dict[str, Callable[[Settings], bool]] = {
     "zscore": lambda s: s["loss"]["zscore_bound"] is not None,
     "correction": lambda s: s["loss"]["correction"] != "disabled",
     "gradient_cosine": lambda s: s["learner"]["gradient_cosine"],
+    "stop_kl": lambda s: s["learner"]["stop_kl"] is not None,
     "kl": _kl,
     "reference": lambda s: _kl(s) or s["constraint"]["kl_limit"] is not None,
     "distill": lambda s: s["distill"]["teacher"] is not None,

@@ -19,6 +19,7 @@ PULLED = (
 DISTILLED = (
     "algorithm=distill", "distill.teacher=elsewhere", "trainer.num_steps=4", "launch.num_learner_ranks=2",
     "launch.num_actors=1", "eval.num_samples=0", "policy.optimizer.lr=2e-3", "hub.heartbeat_s=0.2",
+    "learner.num_epochs=2", "learner.stop_kl=1e-9",
 )
 
 
@@ -52,5 +53,6 @@ def test_two_ranks_distill_a_teacher_without_any_reward(harness: RunHarness):
     assert harness.finish(run, 200) == 0, harness.logs()
     harness.check_metric_keys()
     rows = [row for row in harness.metrics() if "policy/loss" in row]
-    assert [row["run/version"] for row in rows] == [1, 2, 3, 4]
+    assert [row["run/version"] for row in rows] == [2, 4, 6, 8]
+    assert rows[-1]["policy/num_steps_left_out"] == 1, "stale data are farther away than such a bound"
     assert all(0 < row["distill/kl"] < 5 and row["advantage/std"] > 0 and row["policy/grad_norm"] > 0 for row in rows)

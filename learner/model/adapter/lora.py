@@ -201,6 +201,8 @@ def peft_config(config: LoraConfig, targets: Sequence[str], *, model_path: str |
 def add_adapter(policy: Policy, config: LoraConfig, *, seed: int, dtype: torch.dtype = torch.float32) -> None:
     """Freeze the policy and give its layers factors, the same on every rank; before it is sharded.
 
+    Its weights may be yet to be loaded, unless they are to be quantized.
+
     Args:
         dtype: of the computation.
     Raises:
@@ -212,13 +214,32 @@ def add_adapter(policy: Policy, config: LoraConfig, *, seed: int, dtype: torch.d
     if config.base_quantization is not LoraBase.none:
         quantize(policy, config.base_quantization, dtype)
     names = [f"model.{name}" for name in chosen_layers(policy.model, config)]
-    with torch.random.fork_rng(devices=[]):
+    layers = [policy.get_submodule(name) for name in names]
+    with torch.random.fork_rng(devices=[]), _on_the_host(layers):
         torch.manual_seed(seed)
         # Into the policy: for a mixture of transformers peft would read names of layers as those of its experts.
         inject_adapter_in_model(peft_config(replace(config, exclude=[]), names), policy, adapter_name=ADAPTER)
     for parameter in policy.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)  # FSDP2 would cast it in every pass: masters serve no update
+
+
+@contextmanager
+def _on_the_host(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, weights that are yet to be loaded are on the host, where they take no memory.
+
+    peft moves a layer's factors to where its weight is: without a device their values would be lost.
+    """
+    weights = [layer.weight for layer in layers]
+    for layer, weight in zip(layers, weights, strict=True):
+        if weight.is_meta:
+            stand_in = torch.zeros(()).expand(weight.shape)
+            layer.weight = nn.Parameter(stand_in, requires_grad=False)
+    try:
+        yield
+    finally:
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.weight = weight
 
 
 def chosen_layers(model: Any, config: LoraConfig) -> list[str]:

@@ -48,6 +48,7 @@ LOSSES: dict[str, Callable[[Rows], Any]] = {
     "cispo": lambda r: alg.cispo(*_s(r)),
     "aipo": lambda r: alg.aipo(*_s(r)),
     "seq_tis": lambda r: alg.seq_tis(*_s(r)),
+    "seq_tis geometric": lambda r: alg.seq_tis(*_s(r), cap=1.1, geometric=True),
     "mis": lambda r: alg.mis(*_s(r), low=0.7, high=1.5),
     "gspo": lambda r: alg.gspo(*_s(r), eps_low=0.2, eps_high=0.2),
     "gmpo": lambda r: alg.gmpo(*_s(r)),

@@ -137,6 +137,10 @@ def flash_reinforce(log_ratios, credit, logp):
     return [(-w * a * lp, -w * a, not kept) for w, a, lp in zip(weights, credit, logp, strict=True)]
 
 
+def mean_ratio(log_ratios):
+    return math.exp(sum(log_ratios) / len(log_ratios))
+
+
 TRANSCRIPTIONS = {
     "reinforce plain": weighted(lambda t, log_ratios, a: (1.0, False)),
     "ppo_clip": clip(0.2, 0.2),
@@ -147,6 +151,8 @@ TRANSCRIPTIONS = {
     "cispo": capped(5.0),
     "aipo": capped(2.0),
     "seq_tis": weighted(lambda t, log_ratios, a: (min(whole(log_ratios), 2.0), whole(log_ratios) > 2.0)),
+    "seq_tis geometric": weighted(lambda t, log_ratios, a: (min(mean_ratio(log_ratios), 1.1),
+                                                            mean_ratio(log_ratios) > 1.1)),
     "minpro": minpro,
     "mis": weighted(masked),
     "topr": weighted(topr),

@@ -62,7 +62,7 @@ def typed(request, tmp_path, monkeypatch, capsys, caplog):
     class Jobs:
         """In place of the pool: lists the jobs of a grid, and runs none."""
 
-        def __init__(self, source: Any, make_job: Any, objective: Any, places: Any, _: Any) -> None:
+        def __init__(self, source: Any, make_job: Any, objective: Any, places: Any, *_: Any) -> None:
             done.sweep = len(places)
             self._source, self._make_job = source, make_job
 

@@ -5,6 +5,7 @@ Each rank prints one line of JSON: how far its own memory rose (mapped files are
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner.checkpoint.model_files import ModelFiles
+from learner.model.adapter.lora import add_adapter
 from learner.model.critic import build_critic
 from learner.model.policy import load_policy
 from learner.ranks.mesh import Ranks
-from streamrl.config.schema import CriticConfig, CriticKind
+from learner.supervised.methods import load_reward_network
+from streamrl.config.schema import CriticConfig, CriticKind, LearnerConfig, LoraConfig
 
 WIDTH, NUM_LAYERS = 512, 12  # 8 MiB a layer in float32
 
@@ -71,6 +74,14 @@ def main() -> None:
     )
     found["critic_read_mib"] = read[-1] / 2**20
     found["critic_file_mib"] = sum(p.numel() for p in critic.module.decoder.parameters()) * 2 / 2**20
+    adapted = load_policy(folder / "model", ranks=ranks, adapt=partial(add_adapter, config=LoraConfig(rank=2), seed=0))
+    assert sum(p.requires_grad for p in adapted.parameters()) == 2 * 7 * NUM_LAYERS
+    found["lora_read_mib"] = read[-1] / 2**20
+    scores = load_reward_network(
+        folder / "model", LearnerConfig(), ranks, dtype=torch.float32, gradient_checkpointing=False
+    )
+    found["reward_read_mib"] = read[-1] / 2**20
+    assert not any(p.is_meta for p in scores.parameters())
     print(json.dumps(found), flush=True)
     ranks.barrier()
     ranks.close()

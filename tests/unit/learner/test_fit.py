@@ -95,7 +95,8 @@ def test_every_means_that_saves_or_takes_memory_is_counted():
     model = small()
     plain = a_job(on_gpu=True, mesh=Mesh(shard=2))
     total = rank_memory(plain, model).total
-    for more in ({"reduce_once": True}, {"frozen_copies": (torch.bfloat16,)}, {"critic_model": True}, {"tokens": 128}):
+    for more in ({"reduce_once": True}, {"reshard_after_forward": False}, {"frozen_copies": (torch.bfloat16,)},
+                 {"critic_model": True}, {"tokens": 128}):
         assert rank_memory(replace(plain, **more), model).total > total, more
     assert rank_memory(replace(plain, snapshot=None), model).total < total
     eight = replace(plain, policy=PolicyConfig(optimizer=OptimizerConfig(name="adam8bit")))

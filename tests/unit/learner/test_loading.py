@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from learner.checkpoint.model_files import ModelFiles, empty_model
 from learner.data.packing import pack
+from learner.model.adapter.lora import add_adapter
 from learner.model.attention.packed import ATTENTION
 from learner.model.critic import build_critic
 from learner.model.networks import load_reference
 from learner.model.policy import load_policy
 from learner.ranks.mesh import Ranks, local_part
-from streamrl.config.schema import Config, CriticConfig, CriticKind
+from learner.supervised.methods import load_reward_network
+from streamrl.config.schema import Config, CriticConfig, CriticKind, LearnerConfig, LoraConfig, LoraInit
 from streamrl.errors import ConfigError
 from tests.kit.learning import batch
 from tests.unit.learner.test_two_ranks import launch_script
@@ -89,6 +92,17 @@ def test_a_critic_of_its_own_reads_the_weights_that_a_lone_process_does(checkpoi
     assert made[1].module(*args).shape == made[0].module(*args).shape
 
 
+@pytest.mark.parametrize("kind", ["qwen3-tied", "llama-tied", "mistral"])
+def test_an_adapter_and_a_reward_model_begin_as_in_a_lone_process(checkpoints, kind, ranks):
+    adapt = partial(add_adapter, config=LoraConfig(rank=3, init=LoraInit.gaussian), seed=3)
+    options = {"dtype": torch.float32, "gradient_checkpointing": False}
+    for load in (lambda where: load_policy(checkpoints[kind], ranks=where, adapt=adapt),
+                 lambda where: load_reward_network(checkpoints[kind], LearnerConfig(), where, **options)):
+        expected, found = contents(load(Ranks())), contents(load(ranks))
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_a_model_that_cannot_be_trained_packed_is_refused_with_shards_too(checkpoints, tmp_path, ranks):
     folder = tmp_path / "dynamic"
     shutil.copytree(checkpoints["llama-tied"], folder)
@@ -126,6 +140,8 @@ def test_no_rank_holds_the_model_while_it_loads(tmp_path):
     assert [one["rank"] for one in ranks] == [0, 1] and all(one["read_mib"] == ranks[0]["read_mib"] for one in ranks)
     assert ranks[0]["read_mib"] == pytest.approx(ranks[0]["file_mib"] / 2, rel=0.01)
     for one in ranks:  # a critic of its own: without the output layer
+        assert one["lora_read_mib"] == pytest.approx(one["file_mib"] / 2, rel=0.01)
+        assert one["reward_read_mib"] == pytest.approx(one["critic_read_mib"], rel=0.01)
         assert one["critic_read_mib"] == pytest.approx(one["critic_file_mib"] / 2, rel=0.01) and one["critic_read_mib"]
     assert ranks[1]["extra_mib"] <= 48 + 12, ranks
     assert ranks[0]["extra_mib"] <= 48 + 2 * 8 + 16, ranks

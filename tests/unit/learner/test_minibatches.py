@@ -21,6 +21,7 @@ from learner.objective.objective import Objective
 from learner.objective.token_batch import LagPolicy
 from learner.ranks.mesh import Ranks
 from learner.trainer import Callbacks, Trainer, TrainerSettings
+from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OptimizerConfig, PublishWhen
 from streamrl.errors import ConfigError
 from tests.kit.learning import batch, plan_of
@@ -219,6 +220,28 @@ def test_a_step_that_is_not_finite_is_left_out_and_the_others_are_done(checkpoin
     assert result.num_skipped == 2 and not result.skipped and math.isfinite(result.grad_norm)
     assert all(parameter.isfinite().all() for parameter in weights.values())
     assert trainer.callbacks.inside == [7]
+
+
+@pytest.mark.shows("learner.stop_kl")
+def test_the_rest_of_a_batch_is_left_out_once_the_policy_has_moved_far_enough(checkpoints):
+    rows, seen, found = fresh_rows(checkpoints["qwen3-tied"]), [], []
+    for bound in (math.inf, None):
+        trainer = trainer_of(
+            load_policy(checkpoints["qwen3-tied"]), GROUP_STD, AREAL, num_minibatches=2, num_epochs=4, max_tokens=60
+        )
+        bound = bound or max(seen[:3])
+        trainer.settings = replace(trainer.settings, stop_kl=bound)
+        trainer.callbacks.lr_scale = lambda meter: seen.append(meter.value("drift/k3")) or 1.0
+        found.append(trainer.train_batch(rows, in_minibatches(rows)))
+        assert trainer.version == VERSION + 8
+    last = [x > bound for x in seen[:8]].index(True)  # the step that measures more is the last one
+    steps = found[1].result.steps
+    assert 2 < last < 7 and [one.left_out for one in steps] == [False] * (last + 1) + [True] * (7 - last)
+    assert trainer.callbacks.inside == [VERSION + 1 + n for n in range(last)] and seen[8:] == seen[: last + 1]
+    assert found[1].result.grad_norm == pytest.approx(sum(one.grad_norm for one in steps[: last + 1]) / (last + 1))
+    assert found[1].measured.flush(1)["policy/num_steps_left_out"] == 7 - last
+    with pytest.raises(ConfigError, match="learner.stop_kl=0.1 does nothing with one optimizer step per batch"):
+        load_config(["experiment=quickstart", "learner.stop_kl=0.1"])
 
 
 @pytest.mark.parametrize(("when", "expected"), [("every_optimizer_step", [6]), ("every_step", [])])

@@ -21,9 +21,13 @@ def test_a_sample_has_memory_and_processor_of_this_process():
 
 
 def test_on_a_gpu_its_memory_is_there_too(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5)
+    peaks, now = [5], [2]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: max(peaks))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.__setitem__(slice(None), now))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7)
 
-    found = ProcessUse(torch.device("cuda", 0)).sample()
+    use = ProcessUse(torch.device("cuda", 0))
+    found = use.sample()
 
+    assert use.sample()["system/gpu_allocated_bytes"] == 2.0, "the peak of a step that is over does not count again"
     assert (found["system/gpu_allocated_bytes"], found["system/gpu_reserved_bytes"]) == (5.0, 7.0)

@@ -69,7 +69,7 @@ def work(tmp_path_factory):
     (folder / "model" / "tokenizer_config.json").write_text("{}")
     folders = ("one", "one/lora", "one/eight", "one/minibatches", "one/measured", "one/valued", "two", "two/lora",
                "two/lora-resumed", "two/eight", "two/eight-resumed", "two/minibatches", "two/measured", "two/valued",
-               "two/once")
+               "two/once", "two/kept")
     for name in folders:
         (folder / name).mkdir()
     two_ranks.train(folder, folder / "one", Ranks())
@@ -108,6 +108,13 @@ def test_gradients_that_are_added_up_once_a_step_are_the_same(work):
         assert result(work / "two" / name)[1]["stats"]["policy/clip_fraction"] > 0.1
     every, once = (int((work / "two" / name / "reductions").read_text()) for name in ("minibatches", "once"))
     assert once == 4 * 3 < every  # of four optimizer steps, two layers and the rest
+
+
+@pytest.mark.shows("learner.reshard_after_forward")
+def test_layers_that_stay_gathered_to_their_backward_pass_train_the_same_with_fewer_gathers(work):
+    assert_same(work / "one" / "minibatches", work / "two" / "kept")
+    freed, kept = (int((work / "two" / name / "gathers").read_text()) for name in ("minibatches", "kept"))
+    assert 0 < kept < 0.7 * freed, (kept, freed)
 
 
 def test_two_ranks_train_an_adapter_as_one_process_does_and_resume_it(work):

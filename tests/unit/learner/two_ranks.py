@@ -5,7 +5,7 @@
     resume(work, folder)    from a checkpoint, the last step; the result
     muon(work, folder)      two steps with another optimizer, the result
     minibatches(...)        a batch of four optimizer steps, the result; also with gradients that are added up once a
-                            step, and then the number of reductions of both
+                            step, or with weights that stay gathered; and the number of reductions and gathers
     measured(...)           a step with trajectories that have no backward pass, the result
     valued(...)             three batches with a critic, whose normalization moves; its weights are in the result
     fail(work, folder)      rank 1 cannot write its shard
@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
+from learner.checkpoint.checkpoint import ResumeState, find_checkpoint, save_checkpoint
 from learner.data.packing import LeaveOut, equalize, pack
 from learner.model.adapter.lora import FrozenAdapter, add_adapter
 from learner.model.critic import build_critic
@@ -38,7 +38,9 @@ from learner.objective.regularizers import LossWeights, Regularizers
 from learner.publish.export import export_critic, export_model
 from learner.ranks.mesh import Ranks, local_part
 from learner.setup.shadows import make_shadows
+from learner.setup.trainer import load_networks
 from learner.trainer import Trainer, TrainerSettings
+from streamrl.config.load import load_config
 from streamrl.config.schema import (
     AdvantageConfig,
     ConstraintConfig,
@@ -151,31 +153,39 @@ def muon(work: Path, folder: Path, ranks: Ranks) -> None:
     write(folder, kit.policy, ranks, first)
 
 
-class Reductions(TorchDispatchMode):
-    """Counts the collectives that add gradients up."""
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that add gradients up, and those that gather weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.reductions = self.gathers = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "reduce_scatter" in func.__name__
+        self.reductions += "reduce_scatter" in func.__name__
+        self.gathers += "_allgather_base" in func.__name__
         return func(*args, **(kwargs or {}))
 
 
-def minibatches(work: Path, folder: Path, ranks: Ranks, *, once: bool = False) -> None:
+def minibatches(work: Path, folder: Path, ranks: Ranks, *, once: bool = False, keep: bool = False) -> None:
     """Two minibatches and two epochs with a frozen anchor; one rank has more of a minibatch than the other."""
-    policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7)
+    if keep:
+        config = load_config([f"policy.model_path={work / 'model'}", "learner.reshard_after_forward=false",
+                              "learner.logprob_chunk_tokens=7", "policy.dtype=float32"])
+        policy = load_networks(config, work / "model", ResumeState("alone"), ranks, with_critic=False,
+                               with_reference=False).policy
+    else:
+        policy = load_policy(work / "model", ranks=ranks, chunk_tokens=7)
     loss = LossConfig(surrogate="decoupled_ppo", anchor="recomputed", dual_clip=None)
     objective = Objective(AdvantageConfig(scale="std"), loss, max_new_tokens=16, max_lag=9, steps_per_batch=4)
     rows = batch(6, 3, seed=4)
     plan = [replace(row, minibatch=row.group_id // 3) for row in plan_of(rows, world=ranks.mesh.dp_size)]
     settings = TrainerSettings(max_tokens=40, num_minibatches=2, num_epochs=2, reduce_once=once)
-    with Reductions() as reductions:
+    with Collectives() as collectives:
         trained = train_batch(policy, objective, settings, rows, plan, ranks)
     write(folder, policy, ranks, (0.0, trained.result.grad_norm, {}, trained.measured.flush(1)))
     if ranks.rank == 0:
-        (folder / "reductions").write_text(str(reductions.count))
+        (folder / "reductions").write_text(str(collectives.reductions))
+        (folder / "gathers").write_text(str(collectives.gathers))
 
 
 def measured(work: Path, folder: Path, ranks: Ranks) -> None:
@@ -275,6 +285,7 @@ def main(work: Path, folder: Path, other_run: Path) -> None:
     measured(work, folder / "measured", ranks)
     valued(work, folder / "valued", ranks)
     minibatches(work, folder / "once", ranks, once=True)
+    minibatches(work, folder / "kept", ranks, keep=True)
     fail(work, folder, ranks)
     apart(work, folder, ranks)
     ranks.close()

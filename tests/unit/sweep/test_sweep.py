@@ -14,6 +14,7 @@ import pytest
 from streamrl.errors import ConfigError
 from streamrl.launch import EXIT_INTERRUPTED
 from streamrl.metrics.run_record import read_run
+from streamrl.sweep import sweep
 from streamrl.sweep.sweep import launch_sweep, resume_command
 from tests.fakes.programs import SCORED_LEARNER, write_programs
 from tests.flow.processes import wait_until
@@ -61,6 +62,39 @@ def test_a_grid_of_two_at_once_is_ranked_and_a_failed_run_is_not_its_end(here, c
     table = (here / "out" / "comparison.md").read_text()
     assert table.index("lr=0.5") < table.index("lr=0.25") < table.index("lr=13.0 (failed)")
     assert (here / "out" / "comparison.html").exists()
+
+
+def test_a_random_search_draws_from_its_ranges_by_the_seed(here):
+    def drawn(name: str, seed: int) -> list[float]:
+        words = [*QUICK[:2], f"sweep.dir={name}", "sweep.sampler=random", f"run.seed={seed}", "sweep.num_trials=3"]
+        assert launch_sweep([*words, "policy.optimizer.lr=tag(log,interval(1e-3,10))", "sweep.num_parallel=3"]) == 0
+        runs = json.loads((here / name / "sweep.json").read_text())["runs"]
+        assert [run["value"] for run in runs] == sorted((run["value"] for run in runs), reverse=True)
+        return [float(run["settings"][0].rpartition("=")[2]) for run in runs]
+
+    first, again, other = drawn("first", 1), drawn("again", 1), drawn("other", 2)
+    assert first == again != other
+    assert all(1e-3 <= lr <= 10 for lr in first) and len(set(first)) == 3
+
+
+@pytest.mark.shows("sweep.num_grid_points")
+def test_a_grid_over_an_interval_and_its_best_run_so_far(here, monkeypatch):
+    seen, write = [], sweep._write_results
+
+    def look(*args):
+        found = write(*args)
+        seen.append(tuple(json.loads((here / "out" / name).read_text()) for name in ("best.json", "sweep.json")))
+        return found
+
+    monkeypatch.setattr(sweep, "_write_results", look)
+    assert launch_sweep([*QUICK, "policy.optimizer.lr=tag(log,interval(0.01,1))", "sweep.num_grid_points=3"]) == 0
+
+    assert [best["value"] for best, _ in seen] == pytest.approx([0.2, 2.0, 20.0, 20.0])
+    assert [len(report["runs"]) for _, report in seen] == [1, 2, 3, 3]
+    statistics, mean = seen[-1][1]["statistics"], 22.2 / 3
+    spread = (sum((value - mean) ** 2 for value in (0.2, 2.0, 20.0)) / 3) ** 0.5
+    assert statistics.pop("best_so_far") == pytest.approx([0.2, 2.0, 20.0])
+    assert list(statistics.values()) == pytest.approx([3, mean, spread, 2.0, 0.2, 20.0])
 
 
 def test_a_search_prunes_what_is_behind_and_says_so(here, capfd):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.config.hydra_words import own_words
+from streamrl.config.hydra_words import own_words, read_command_line
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
 from streamrl.sweep.words import Axis, parse_sweep
@@ -85,6 +85,36 @@ def test_what_cannot_be_read_is_refused_by_name(words, message):
         parse_sweep(words)
 
 
-def test_an_interval_cannot_be_listed():
-    with pytest.raises(ConfigError, match="add hydra/sweeper=optuna"):
-        parse_sweep(["policy.optimizer.lr=interval(0.1,1)"]).grid()
+def test_a_grid_lists_an_interval_only_where_it_is_told_how_finely():
+    rates = parse_sweep(["policy.optimizer.lr=tag(log,interval(1e-4,1e-2))", "staleness.eta=interval(0,5)"])
+    with pytest.raises(ConfigError, match=r"add sweep.num_grid_points=5 .* or hydra/sweeper=optuna"):
+        rates.grid()
+    listed = rates.grid(points=4)
+
+    assert sorted({float(lr.partition("=")[2]) for lr, _ in listed}) == pytest.approx(
+        [1e-4, 10 ** (-4 + 2 / 3), 10 ** (-4 + 4 / 3), 1e-2])
+    assert [eta for _, eta in listed[:4]] == [f"staleness.eta={value}" for value in (0, 2, 3, 5)]
+
+
+def test_a_shipped_space_gives_its_ranges_but_for_what_is_typed():
+    words = parse_sweep(["experiment=quickstart", "algorithm=ppo", "search=ppo", "kl.coef=0.5"])
+
+    assert words.fixed == ("experiment=quickstart", "algorithm=ppo", "kl.coef=0.5") and len(words.axes) == 9
+    assert words.axes["policy.optimizer.lr"] == Axis((), 1e-6, 1e-3, log=True)
+    estimators = words.axes["advantage.estimator"].values
+    for end, estimator in ((0, "gae"), *((1, name) for name in estimators)):
+        swept = [f"{key}={axis.ends[end]}" for key, axis in words.axes.items()]
+        config = load_config([*words.fixed, *swept, f"advantage.estimator={estimator}"])
+        assert config.kl.coef == 0.5 and config.critic.clip == (0.1, 1.0)[end]
+
+
+def test_a_space_of_ones_own_is_checked_and_a_single_run_has_none(tmp_path):
+    (tmp_path / "search").mkdir()
+    own = f"hydra.searchpath=['{tmp_path}']"
+    (tmp_path / "search" / "mine.yaml").write_text("hydra: {sweeper: {params: {staleness.eta: '0,4'}}}")
+    (tmp_path / "search" / "odd.yaml").write_text("staleness: {eta: 4}")
+    assert parse_sweep([QUICK, own, "search=mine"]).axes == {"staleness.eta": Axis(("0", "4"))}
+    with pytest.raises(ConfigError, match="search=odd holds staleness: write what varies"):
+        parse_sweep([own, "search=odd"])
+    with pytest.raises(ConfigError, match="`search=ppo` is of a sweep: use it with streamrl launch -m"):
+        read_command_line(["search=ppo"])

@@ -38,9 +38,9 @@ def advantages_of(rows, advantage, *, loss=PLAIN, max_tokens=10_000, seed=0, dri
     made = make_objective(advantage, loss)
     policy, values, ends, norms = drifted(rows, seed, drift)
     one = OneBatch(made, rows, plan_of(rows), version=VERSION)
-    micros = pack(rows, max_tokens, bootstrap=made.has_critic)
+    micros = pack(rows, max_tokens, bootstrap=made.bootstraps)
     for micro in micros:
-        cut = torch.tensor([rows[i].bootstraps for i in micro.trajectory_ids])
+        cut = torch.zeros(len(micro.trajectory_ids), dtype=torch.bool).index_fill(0, micro.bootstrap_rows, True)
         one.observe(micro, PassOutputs(
             policy=spread(micro, policy), values=spread(micro, values),
             bootstrap=torch.where(cut, torch.tensor([float(ends[i]) for i in micro.trajectory_ids]), 0.0),
@@ -120,6 +120,16 @@ def test_truncated_trajectories_bootstrap_and_finished_ones_do_not():
     for i, row in enumerate(rows):
         end = float(ends[i]) if i == 0 else 0.0
         assert float(found[i][0][-1]) == pytest.approx(float(row.rewards[row.mask][-1]) + end - values[i][-1], abs=1e-5)
+
+
+@pytest.mark.shows("advantage.bootstrap_truncated")
+def test_a_cut_answer_may_end_with_nothing_as_a_finished_one_does():
+    settings = AdvantageConfig(estimator="gae", baseline="group_mean", lam=1.0)
+    cut, finished = ([replace(row, truncated=is_cut, judged=False) for row in batch(1, 4)] for is_cut in (True, False))
+    zero = all_advantages(advantages_of(cut, replace(settings, bootstrap_truncated=False)))
+
+    assert torch.equal(zero, all_advantages(advantages_of(finished, settings)))
+    assert not torch.equal(zero, all_advantages(advantages_of(cut, settings)))
 
 
 def test_an_answer_that_was_cut_and_judged_has_the_advantage_of_a_wrong_one():

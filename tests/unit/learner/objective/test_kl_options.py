@@ -51,6 +51,7 @@ def test_a_loss_for_samples_of_the_policy_itself_needs_fresh_data(kind):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["kl.mode=reward_k3"], "the mean derivative of k1 alone is 0. Take reward_k1, or k2_is or k3_is in the loss"),
         (["kl.mode=k4"], "kl.mode='k4' is unknown: choose one of off, reward_k1, advantage"),
         ([K2, "kl.controller=auto"], "kl.controller='auto' is unknown"),
         (["kl.mode=k3"], "allow_biased=true"),

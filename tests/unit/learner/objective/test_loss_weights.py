@@ -140,6 +140,10 @@ def test_a_multiplier_grows_while_its_constraint_is_violated_and_shrinks_after()
     made.update(seen(kl=0.0, entropy=1.2), num_steps=2)
     assert made.multipliers == pytest.approx({"kl": 0.05, "entropy": 0.2})
     assert recorded(made) == pytest.approx({"step": 0, "constraint/kl": 0.05, "constraint/entropy": 0.2})
+    step = seen(kl=0.3, entropy=1.2)
+    made.record(step)
+    found = step.flush(0)
+    assert (found["constraint/kl_violation"], found["constraint/entropy_violation"]) == pytest.approx((0.2, 0.0))
 
 
 @pytest.mark.shows("constraint.one_sided")

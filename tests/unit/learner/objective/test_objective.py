@@ -283,6 +283,12 @@ def test_a_scale_divides_the_advantages(scale):
         torch.testing.assert_close(scaled[i] * divisor, plain[i], atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [("token_level", "token-mean"), ("sample_level", "seq-mean-token-mean")])
+def test_a_level_of_averaging_by_its_name_elsewhere_is_answered_with_ours(theirs, ours):
+    with pytest.raises(ConfigError, match=f"loss.avg_level={theirs} of ColossalAI is loss.avg_level={ours} here"):
+        objective(loss=replace(PLAIN, avg_level=theirs))
+
+
 @pytest.mark.shows("loss.avg_level")
 @pytest.mark.parametrize("level", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "prompt-mean"])
 def test_the_averaging_level_decides_what_a_token_weighs(level):
