@@ -1,4 +1,4 @@
-"""Processes of this machine: children that do not outlive this one, and what /proc tells of others.
+"""Processes of this machine: children that do not outlive this one, and what the system tells of others.
 
 Our programs watch their standard input, a pipe from here (`streamrl.parent_watch`): they end with this process, after
 kill -9 too.
@@ -24,6 +24,7 @@ PRIVATE = 0o077
 """The umask of our programs: what they write holds prompts and answers, and is for its owner."""
 _USERS_UMASK = "STREAMRL_USERS_UMASK"
 """In the environment of our programs: the umask before that."""
+HAS_PROC = os.path.exists("/proc/self/ns/pid")
 _TAIL_CHARS, _MAX_LINE = 2000, 1 << 16
 
 
@@ -197,10 +198,13 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+_LETTERS = {"running": "R", "sleeping": "S", "disk-sleep": "D", "stopped": "T", "tracing-stop": "t", "zombie": "Z",
+            "dead": "X"}
+
+
 def process_state(pid: int) -> str:
     """One letter as in /proc: R, S, D, T (stopped), Z ...; "" if there is no such process."""
-    fields = _fields(pid)
-    return fields[0] if fields else ""
+    return _of_process(pid)[0]
 
 
 def is_stopped(pid: int) -> bool:
@@ -210,18 +214,31 @@ def is_stopped(pid: int) -> bool:
 
 def processor_s(pid: int) -> float:
     """Seconds of processor time that it has used so far; 0 if there is no such process."""
-    fields = _fields(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+    return _of_process(pid)[1]
 
 
-def _fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat, from the state on."""
+def _of_process(pid: int) -> tuple[str, float]:
+    """State and processor time: from /proc/PID/stat, or on a system without it by psutil, which takes longer."""
+    if HAS_PROC:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return "", 0.0
+        return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    import psutil
+
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times = process.cpu_times()
+            return _LETTERS.get(process.status(), "S"), times.user + times.system
+    except psutil.AccessDenied:  # of another user, and there
+        return "S", 0.0
+    except psutil.Error:
+        return "", 0.0
 
 
 def host_id() -> str:
     """Equal for two processes only if one sees the other's process id: the host's name and the process namespace."""
-    return f"{socket.gethostname()[:40]}/{os.stat('/proc/self/ns/pid').st_ino}"
+    namespace = os.stat("/proc/self/ns/pid").st_ino if HAS_PROC else 0
+    return f"{socket.gethostname()[:40]}/{namespace}"

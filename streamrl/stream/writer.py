@@ -256,7 +256,7 @@ def close_log(run_dir: Path | str) -> tuple[int, int]:
         if kept is not None:
             log.warning("the log ended in a torn write, which was never acknowledged: cut off, and kept in %s", kept)
     with files[-1].path.open("rb+") as file:  # what a dead hub wrote and did not sync is relied on from here on
-        os.fdatasync(file.fileno())
+        sync_data(file.fileno())
     return following, number
 
 
@@ -383,7 +383,7 @@ class BlockFile:
             self._staged[at:padded] = bytes(padded - at)
             self._write(start, padded)
         if sync:
-            os.fdatasync(self._fd)
+            sync_data(self._fd)
         self._tail, self.end = tail, start + at
 
     def cut(self) -> None:
@@ -420,3 +420,8 @@ class BlockFile:
         except OSError:
             return False
         return wanted and flag != 0
+
+
+def sync_data(handle: int) -> None:
+    """Bring the file's bytes to the disk; macOS has one call for them and their date."""
+    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(handle)

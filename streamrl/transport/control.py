@@ -19,6 +19,7 @@ from typing import Any
 import zmq
 
 from streamrl.errors import ControlError
+from streamrl.processes import process_state
 from streamrl.transport.sockets import socket_folder, socket_root
 
 log = logging.getLogger(__name__)
@@ -92,10 +93,9 @@ def is_running(noted: Mapping[str, Any]) -> bool:
     if noted.get("host", socket.gethostname()) != socket.gethostname():
         return True  # elsewhere: not to be known here
     try:
-        state = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[0] if pid else "X"
-    except (OSError, ValueError, TypeError, OverflowError):  # also of a note that somebody has edited
+        return bool(pid) and process_state(int(pid)) not in ("", "Z", "X")
+    except (ValueError, TypeError, OverflowError):  # of a note that somebody has edited
         return False
-    return state not in "ZX"
 
 
 def ask(noted: Mapping[str, Any], who: str, *, timeout_s: float = 5.0, **request: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What /proc tells of other processes."""
+"""What the system tells of other processes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from streamrl.metrics.files import append_lines, write_atomic
 from streamrl.processes import Child, is_stopped, process_state, processor_s
 from streamrl.run_dirs import choose_run_dir, note_start
 from streamrl.supervise.child import Supervised, log_tail
+from streamrl.transport.control import is_running
 from streamrl.transport.peers import raise_descriptor_limit
 
 pytestmark = pytest.mark.timeout(60)
@@ -41,11 +42,14 @@ def stop(pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_state_and_processor_time_of_a_process(child):
+@pytest.mark.parametrize("has_proc", [True, False])
+def test_state_and_processor_time_of_a_process(child, monkeypatch, has_proc):
+    monkeypatch.setattr("streamrl.processes.HAS_PROC", has_proc)
     assert process_state(child.pid) in "RSD" and not is_stopped(child.pid)
     assert processor_s(child.pid) > 0.0
     free = 2**22 + 1
     assert (process_state(free), processor_s(free)) == ("", 0.0)
+    assert is_running({"pid": child.pid}) and not is_running({"pid": free}) and not is_running({})
 
 
 def test_the_sentence_of_a_process_says_that_it_is_stopped(child):

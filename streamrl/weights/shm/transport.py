@@ -238,10 +238,10 @@ def _reserve(fd: int, nbytes: int) -> None:
     """Allocate real room, or raise ENOSPC: writing to a mapping without room would kill the process."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+    except (OSError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        # File systems without fallocate: writing zeros reserves the room as well, only slower.
+        # Systems (macOS) and file systems without fallocate: writing zeros reserves the room as well, only slower.
         zeros = bytes(_POPULATE_BYTES)
         for start in range(0, nbytes, len(zeros)):
             os.pwrite(fd, zeros[: min(len(zeros), nbytes - start)], start)
