@@ -35,11 +35,16 @@ SEARCH_PATH = "hydra.searchpath="
 
 @dataclass(frozen=True)
 class Composed:
-    """Nested values of configs/, and the file that was chosen in each group: by default, or by a word or a file."""
+    """Nested values of configs/, and the file that was chosen in each group: by a word, or by a file that was.
+
+    Attributes:
+        asked: groups in which a word, or a settings file with a defaults list, chose, and not an experiment.
+    """
 
     values: dict[str, Any]
     chosen: dict[str, Any]
     directories: tuple[str, ...]
+    asked: frozenset[str]
 
     def of_group(self, group: str) -> dict[str, Any]:
         """The values in the file that was chosen in a group, as it has them; none if none was asked for."""
@@ -152,11 +157,13 @@ def _composed(choices: tuple[str, ...], directories: tuple[str, ...], own: str |
         refuse_choice(group, name, error.options or ())
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(in_one_line(error).replace(OWN_PRIMARY, "the settings file")) from error
-    asked = {word.partition("=")[0].lstrip("+~") for word in choices}
     picked = found.hydra.runtime.choices
-    chosen = {str(group): name for group, name in picked.items() if own is not None or group in asked}
+    asked = frozenset(word.partition("=")[0].lstrip("+~") for word in choices) if own is None else frozenset(picked)
+    usual = {group: name for one in OmegaConf.load(CONFIGS / f"{PRIMARY}.yaml").defaults if isinstance(one, Mapping)
+             for group, name in one.items()}
+    chosen = {str(group): name for group, name in picked.items() if group in asked or name != usual.get(group, name)}
     values = OmegaConf.to_container(OmegaConf.masked_copy(found, [key for key in found if key != "hydra"]))
-    return Composed(values, chosen, directories)
+    return Composed(values, chosen, directories, asked)
 
 
 @cache

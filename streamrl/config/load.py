@@ -125,7 +125,7 @@ def _loaded(words: list[str], notify: Callable[[str], None], *, whole: bool = Tr
     for key, (word, value) in _disowned(recipe, given).items():
         _set_default(config, key)
         notify(f"{word} leaves out the recipe's {key}={json.dumps(value)}")
-    if lost := _overridden_recipe_keys(recipe, experiment, given):
+    if "algorithm" in composed.asked and (lost := _overridden_recipe_keys(recipe, experiment, given)):
         keys = " and ".join(word.partition("=")[0] for word in lost)
         notify(f"the experiment overrides the recipe's {keys}; add {' '.join(lost)} to get it back")
     return _finished(config, notify, whole=whole)
@@ -281,6 +281,7 @@ def _drop_form(config: Config, experiment: Mapping[str, Any], given: Mapping[str
     keys = [key for key in own if key.startswith("data.") and key.partition(".")[2] in FORM]
     for split in ("rollout.train.sampling", "rollout.test.sampling"):
         keys += [key for key in (f"{split}.stop", f"{split}.max_new_tokens") if {f"{split}.stop", key} <= {*own}]
+    keys = [key for key in keys if own[key] != "auto"]  # the reward's, whatever the records are
     dropped = [key for key in keys if not any(f"{key}.".startswith(f"{one}.") for one in given)]
     for key in dropped:
         _set_default(config, key)

@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+import pytest
+
+from learner.setup.preflight import check_losses
 from streamrl.config.catalog import nearest_setting
 from streamrl.config.load import load_config
 from streamrl.config.overrides import check_names
@@ -25,6 +28,12 @@ def rows() -> list[tuple[list[str], list[str], str]]:
 
 def test_there_are_tables_for_eight_libraries():
     assert len(re.findall(r"^## ", PAGE, re.M)) == 8 and len(rows()) > 200
+
+
+@pytest.mark.parametrize("command", re.findall(r"`((?:launch|sft|dpo|train-reward-model) [^`]+)`", PAGE))
+def test_the_command_for_a_script_of_theirs_composes_and_its_loss_trains(command: str):
+    _, *words = command.split()
+    check_losses(load_config(words if "experiment=" in command else ["policy.model_path=somewhere", *words]))
 
 
 def test_our_column_holds_settings_only():
