@@ -35,13 +35,14 @@ from actors.settings import (
     make_renderer,
     max_leases,
     pick_device,
+    settings_here,
 )
 from actors.weights.device import DeviceWeights
 from actors.weights.installer import Installer
 from envs.registry import task_of
 from envs.sandbox.pool import LEVELS_IN_USE
 from streamrl.config.eval_sets import EvalSet, eval_sets
-from streamrl.config.load import from_plain, to_plain
+from streamrl.config.load import to_plain
 from streamrl.config.rules import eval_sampling
 from streamrl.config.schema import ActorsConfig
 from streamrl.environment import HasSetUp, Task
@@ -178,7 +179,7 @@ class RuntimeHandle:
 def has_processes(welcome: Welcome, overrides: Sequence[str]) -> bool:
     """Whether the engine of these settings may start processes; the native one starts none."""
     try:
-        return from_plain(_run_settings(welcome), list(overrides)).actors.engine != "native"
+        return settings_here(_run_settings(welcome), overrides).actors.engine != "native"
     except ConfigError:  # nothing is built then, which says why
         return False
 
@@ -220,7 +221,9 @@ def build_runtime(
     set_welcome(welcome)
     told = _run_settings(welcome)
     refuse_references(told)
-    config = from_plain(told, list(overrides))
+    config = settings_here(told, overrides)
+    if config.actors.engine == "native" and told.get("actors", {}).get("engine") == "vllm":
+        log.info("the engine of the run is vLLM, and this actor's is native")
     check_allowed(to_plain(config), to_plain(local_settings(overrides)))  # before anything is imported by its name
     source.relay = config.actors.relay
     source.share = HostShare(welcome.run_id) if config.actors.share_weights else None
@@ -232,7 +235,11 @@ def build_runtime(
         unpack_assets(assets, model_dir)
         tokenizer = load_tokenizer(model_dir)
         end_ids = load_end_ids(model_dir, tokenizer)
-        spec = replace(engine_spec(config, Path(model_dir), tokenizer), adapter=adapter_spec(welcome))
+        usable = device_transports({*config.actors.transports} & {*source.factories}, setting="actors.transports")
+        spec = replace(
+            engine_spec(config, Path(model_dir), tokenizer), adapter=adapter_spec(welcome),
+            num_device_documents=2 * bool(usable),
+        )
         engine = build_engine(config.actors.engine, spec)
     renderer = make_renderer(config, tokenizer, end_ids, task)
     load, inline, instances = LoadMeter(), calls or InlineCalls(), Instances(config.env.num_max_instances)

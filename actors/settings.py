@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import importlib.util
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,18 @@ from actors.engines.base import AdapterSpec, EngineSpec
 from actors.render import Renderer
 from actors.trajectory.rules import EpisodeRules
 from streamrl.config.addresses import key_of
+from streamrl.config.devices import ON_HOST
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.load import from_plain
-from streamrl.config.schema import Config, OnEnvError, OnInstall, PromptOverflow, SamplingConfig
+from streamrl.config.schema import ActorsConfig, Config, OnEnvError, OnInstall, PromptOverflow, SamplingConfig
 from streamrl.config.schema_task import History
 from streamrl.environment import Task
-from streamrl.errors import StreamrlError
+from streamrl.errors import ConfigError, StreamrlError, in_one_line
 from streamrl.messages import Welcome
 from streamrl.weights.adapter import adapted_layers, rank_of
-from streamrl.weights.transport import device_transports
+from streamrl.weights.transport import device_transports, load_transport
+
+log = logging.getLogger("streamrl.actor")
 
 INSTALL_POLICY = {OnInstall.keep: "continue", OnInstall.recompute: "recompute", OnInstall.finish: "drain"}
 
@@ -30,7 +35,37 @@ INSTALL_POLICY = {OnInstall.keep: "continue", OnInstall.recompute: "recompute", 
 def local_settings(overrides: Sequence[str]) -> Config:
     """Load this actor's own settings over the defaults. Raises ConfigError."""
     # Without a word of its own it takes the engine of the run's settings, whatever is installed here.
-    return from_plain({"policy": {"model_path": "of the run"}, "actors": {"engine": "native"}}, list(overrides))
+    own = {"engine": "native", "transports": [*ON_HOST]}
+    below = {"policy": {"model_path": "of the run"}, "publish": {"transports": [*ON_HOST]}, "actors": own}
+    config = from_plain(below, [word for word in overrides if word != "actors.transports=auto"])
+    if not any(word.startswith("actors.transports=") for word in overrides if word != "actors.transports=auto"):
+        config.actors.transports = usable_transports(pick_device(config.actors.device))
+    return config
+
+
+def usable_transports(device: str) -> list[str]:
+    """The transports that a device can use, best first; which of them come is up to the hub."""
+    found = []
+    for name in ("ipc", "nccl") if device != "cpu" else ():
+        try:
+            load_transport(name, setting="actors.transports").require(device)
+            found.append(name)
+        except ConfigError as error:
+            log.info("no weights by %s: %s", name, in_one_line(error))
+    return [*found, *ON_HOST]
+
+
+def settings_here(told: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    """The run's settings with an actor's own on top, and the native engine where vLLM is theirs and not installed.
+
+    Raises ConfigError.
+    """
+    config = from_plain(told, list(overrides))
+    is_own = any(word.startswith("actors.engine=") for word in overrides)
+    if config.actors.engine == "vllm" and not is_own and importlib.util.find_spec("vllm") is None:
+        config.actors.engine = "native"
+        config.actors.num_concurrent = min(config.actors.num_concurrent, ActorsConfig().num_concurrent)
+    return config
 
 
 def make_renderer(config: Config, tokenizer: Any, end_ids: Collection[int], task: Task | None) -> Renderer:

@@ -9,22 +9,31 @@ The only finite process of a run: owns the version number, the leases (in its hu
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import shlex
 import sys
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from streamrl.commands import exit_at_once
+from streamrl.config.devices import Choice, apply, choice_lines
 from streamrl.config.hydra_words import read_command_line
-from streamrl.config.load import composed_yaml, load_config
+from streamrl.config.load import Loaded, composed_yaml, load_with_choices, recorded
+from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, StreamrlError, one_sentence
 from streamrl.messages.printable import start_log
 from streamrl.parent_watch import NOTICE, end_with_parent, program, take_stdout
 from streamrl.process_memory import uncollected
 from streamrl.processes import keep_private
 from streamrl.run_dirs import choose_run_dir, name_or_path, note_start, numbered_run_dir
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("streamrl.learner")
 
@@ -92,22 +101,63 @@ def load_libraries() -> None:
 
 
 def check_only(words: list[str]) -> int:
-    """Print what is wrong with these settings; returns 0 if a launched run could start with them."""
+    """Print what is wrong with these settings, or what is chosen for the GPU if a launched run could start with them.
+
+    Returns 0 if it could.
+    """
     end_with_parent()
     from learner.setup.preflight import check_run
 
     answer = take_stdout()
+
+    def notify(text: str) -> None:
+        print(f"{NOTICE}{text}", file=sys.stderr, flush=True)
+
     try:
-        check_run(load_config(words), notify=lambda text: print(f"{NOTICE}{text}", file=sys.stderr, flush=True))
+        loaded = load_with_choices(words)
+        chosen = check_run(loaded.config, notify=notify, choose=lambda device: choices_on(device, loaded, notify))
     except StreamrlError as error:
         print(error, file=answer, flush=True)
         return 2
+    print(json.dumps([asdict(one) for one in chosen]), file=answer, flush=True)
     return 0
+
+
+def choices_on(device: torch.device, loaded: Loaded, notify: Callable[[str], None]) -> list[Choice]:
+    """What the planner chooses for a GPU; its libraries are loaded only there."""
+    if device.type == "cpu" and not loaded.choices:
+        return []
+    from learner.fit.by_device import choose
+
+    return choose(loaded, device, notify)
+
+
+def settled(words: list[str], told: Callable[..., None]) -> Config:
+    """The settings of a learner that may have no launcher: what is left to its GPU is chosen, and told.
+
+    A run that is resumed keeps the sizes with which it began.
+    """
+    loaded = load_with_choices(words, notify=told)
+    config, chosen = loaded.config, list(loaded.choices)
+    if config.checkpoint.resume and loaded.open:
+        chosen += recorded(choose_run_dir(config), loaded.open)
+        loaded = replace(loaded, open=sorted({*loaded.open} - {one.key for one in chosen}))
+    if chosen or loaded.open:
+        from learner.setup.model_hub import find_models
+        from learner.setup.preflight import learner_device, models_of
+
+        trial = replace(loaded, config=deepcopy(config))
+        find_models(models_of(trial.config), told, allow=config.actors.allow)
+        chosen += choices_on(learner_device(config), trial, told)
+        apply(config, chosen)
+        for line in choice_lines(chosen):
+            told(line)
+    return config
 
 
 def learn(words: list[str], told: Callable[..., None], *, launched: bool) -> int:
     """Set up, train, finish, and clean up; `streamrl launch` has noted the start of a run that it launched."""
-    config = load_config(words, notify=told)
+    config = settled(words, told)
     load_libraries()
     from learner.ranks.stop_flag import StopFlag
     from learner.setup.compose import carry_out

@@ -62,6 +62,12 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     return [gpu.index for gpu in read_gpus()]
 
 
+def usable_gpus(environment: Mapping[str, str]) -> list[str]:
+    """The same, and none where the driver lists no GPU, whatever CUDA_VISIBLE_DEVICES says."""
+    names = visible_gpus(environment)
+    return names if environment.get(VISIBLE) is None or (names and read_gpus()) else []
+
+
 def gpu_of(device: str, environment: Mapping[str, str] | None = None) -> Gpu | None:
     """The GPU that torch calls "cuda" or "cuda:N" here; None for a CPU, or where the driver does not list it."""
     kind, _, number = device.partition(":")

@@ -21,9 +21,9 @@ from typing import Any
 
 import zmq
 
-from streamrl.config.devices import placement_of
+from streamrl.config.devices import Choice, choice_lines, placement_of
 from streamrl.config.eval_sets import eval_sets, sampling_note
-from streamrl.config.load import load_config, to_plain
+from streamrl.config.load import load_config, load_with_choices, recorded, to_plain
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, ControlError
 from streamrl.gpus import Placement, environment_for, visible_gpus
@@ -340,6 +340,15 @@ def eval_notes(config: Config) -> list[str]:
     return [f"evaluation{f' on {name}' if name else ''} {note}" for name, note in notes if note]
 
 
+def _placement_lines(config: Config, placement: Placement, num_gpus: int) -> list[str]:
+    """Who computes on which GPU, and how idle ones would be used; nothing without GPUs."""
+    used = {*placement.learner, *(gpu for own in placement.actors for gpu in own)}
+    if not used:
+        return []
+    fit = f"streamrl fit {config.policy.model_path or 'MODEL'} --gpus {num_gpus} proposes ranks and actors"
+    return [f"{placement}; {num_gpus - len(used)} idle: {fit}" if len(used) < num_gpus else str(placement)]
+
+
 def launch_run(overrides: Sequence[str], caller: Caller | None = None) -> tuple[Path, int]:
     """Do the run of these `key=value` overrides, tell its summary; returns its directory and exit status.
 
@@ -348,24 +357,29 @@ def launch_run(overrides: Sequence[str], caller: Caller | None = None) -> tuple[
     """
     caller = caller or Caller()
     words = [*overrides, *caller.inputs(None)]
-    config = load_config(words, notify=caller.say)
+    loaded = load_with_choices(words, notify=caller.say)
+    config, begun = loaded.config, list[Choice]()
     if config.run.dir is not None or config.checkpoint.resume:
-        choose_run_dir(config)  # refused before anything that takes time; no directory is made
+        run_dir = choose_run_dir(config)  # refused before anything that takes time; no directory is made
+        begun = recorded(run_dir, loaded.open) if config.checkpoint.resume else []
     for line in eval_notes(config):
         caller.say(line)
-    placement = placement_of(config, visible_gpus(os.environ))
+    gpus = visible_gpus(os.environ)
+    placement, planned = placement_of(config, gpus), list[Choice]()
     if config.launch.in_process:
         if placement.learner or any(placement.actors):
             raise ConfigError("launch.in_process=true computes on the CPU, and a GPU is visible here: add "
                               "run.device=cpu actors.device=cpu, or leave it out")
         check_here(words, caller)
     else:
-        check_settings(config, words, caller)
+        planned = check_settings(config, [*words, *(one.word for one in begun)], caller)
+    chosen = {one.key: one for one in (*loaded.choices, *begun, *planned)}.values()
     run_dir = choose_run_dir(config)
     caller.say(f"run directory: {run_dir}")
-    if placement.learner or any(placement.actors):
-        caller.say(placement)
-    if (settled := [*overrides, *caller.inputs(run_dir)]) != words:  # actors are told which files they may run
+    for line in (*_placement_lines(config, placement, len(gpus)), *choice_lines(chosen)):
+        caller.say(line)
+    settled = [*overrides, *caller.inputs(run_dir), *(one.word for one in chosen)]
+    if settled != words:  # actors are told which files they may run, and every process what was chosen
         words, config = settled, load_config(settled)
     if config.launch.in_process:
         code = run_in_process(config, words, run_dir, caller)

@@ -195,6 +195,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     "unit/transport/test_log_processes.py": {
         "test_a_hub_cannot_reach_the_terminal_behind_a_log[actor]": "an actor's process; a relay is in `make test`",
     },
+    "unit/test_other_systems.py": "a launched run; unit/test_processes.py has what replaces /proc",
     "unit/test_process_memory.py": {
         "test_an_actor_freezes_its_libraries": "an actor's process",
     },

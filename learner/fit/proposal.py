@@ -29,7 +29,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "an adapter": ("policy.lora.rank=32",),
     "an adapter on a base in 4 bits": ("policy.lora.rank=32", "policy.lora.base_quantization=nf4"),
 }
-_LARGE_BATCH = 16384
+LARGE_BATCH = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Planner:
 
     def _candidates(self, machine: Machine) -> Iterator[Proposal]:
         """From the best to what saves most memory."""
-        large = max(_LARGE_BATCH, machine.context)
+        large = max(LARGE_BATCH, machine.context)
         passes = dict.fromkeys(((False, large), (True, large), (True, machine.context)))
         for method, words in METHODS.items():
             if self._has_experts and "policy.lora.rank=32" in words:  # experts keep weights in a form of their own

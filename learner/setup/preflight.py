@@ -23,6 +23,7 @@ from learner.data.dialogues import task_dialogues
 from learner.hub_client.settings import answer_limit
 from learner.model.config_file import model_config, policy_vocab_size
 from learner.setup.model_hub import find_models
+from streamrl.config.devices import Choice
 from streamrl.config.eval_sets import EvalSet, eval_sets, longest_sequence
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, largest_eta, largest_max_lag, steps_per_batch, tracker_names
 from streamrl.config.schema import (
@@ -52,11 +53,15 @@ NUM_PROMPTS, MEASURE_S = 64, 0.5
 """Records whose prompts are measured, and the time for it."""
 
 
-def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None) -> None:
-    """Check a run that is launched on this machine.
+def check_run(
+    config: Config, *, notify: Callable[[str], None] = lambda _: None,
+    choose: Callable[[torch.device], Sequence[Choice]] = lambda device: (),
+) -> Sequence[Choice]:
+    """Check a run that is launched on this machine; returns what `choose` chose for its GPU, and set in the config.
 
     Args:
         notify: called with a line about each check that takes long.
+        choose: called once the models are known to be good.
     Raises:
         ConfigError: a setting, a file, a GPU or a package that the run would fail for later.
         TaskError: the task cannot be made, or one of its records cannot be played.
@@ -86,9 +91,11 @@ def check_run(config: Config, *, notify: Callable[[str], None] = lambda _: None)
         check_tiny_prompts(
             task, config.rollout.max_prompt_tokens, needs_target=config.policy.tiny.num_warm_start_steps > 0
         )
-    device = _device(config)
+    device = learner_device(config)
+    chosen = choose(device)
     _check_memory(config, device, notify)
     check_settings(config, device)
+    return chosen
 
 
 def checked_eval_sets(config: Config, *, notify: Callable[[str], None] = lambda _: None) -> list[EvalSet]:
@@ -368,7 +375,7 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _device(config: Config) -> torch.device:
+def learner_device(config: Config) -> torch.device:
     """The learner's device. Raises ConfigError if a GPU that learner or actors name is not here."""
     import torch
 

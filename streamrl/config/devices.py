@@ -1,16 +1,25 @@
-"""Rules on engines and devices: what contradicts itself, and which GPUs the processes of a launched run get."""
+"""Rules on engines and devices: what contradicts itself, what `auto` means here, and which GPUs processes get."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
 
 from streamrl.config.schema import Config, SamplingConfig
 from streamrl.errors import ConfigError
-from streamrl.gpus import Placement, place, read_gpus, visible_gpus
+from streamrl.gpus import Placement, place, usable_gpus
 
+AUTO, ON_HOST = ["auto"], ("shm", "zmq")
+"""Transports by device, and those that need none."""
+PLANNED = NEW_TOKENS, BUDGET, RECOMPUTE, CONCURRENT = (
+    "rollout.train.sampling.max_new_tokens", "learner.max_tokens_per_device", "policy.gradient_checkpointing",
+    "actors.num_concurrent",
+)
+"""Settings that the planner (`learner.fit`) chooses for a model on a GPU; elsewhere their defaults hold."""
 CANDIDATE_BYTES = 116
 """Bytes that vLLM 0.32 holds for an id that a token might have been, with its log-prob: Python numbers in lists."""
 NUM_MORE_CANDIDATES = 17
@@ -27,9 +36,58 @@ def gpus_per_engine(config: Config) -> int:
     return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
 
 
-def choose_engine(config: Config) -> tuple[str, str]:
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The value of a setting that was chosen for this machine, and the reason."""
+
+    key: str
+    value: Any
+    why: str
+
+    @property
+    def word(self) -> str:
+        """The word for a command line."""
+        is_list = isinstance(self.value, list)
+        return f"{self.key}=[{','.join(self.value)}]" if is_list else f"{self.key}={str(self.value).lower()}"
+
+
+def apply(config: Config, choices: Iterable[Choice]) -> None:
+    """Set what was chosen."""
+    for one in choices:
+        section, _, name = one.key.rpartition(".")
+        setattr(attrgetter(section)(config), name, one.value)
+
+
+def choice_lines(choices: Iterable[Choice]) -> list[str]:
+    """A line for each reason, with all that was chosen for it, the last of several for one setting."""
+    words: dict[str, list[str]] = {}
+    for one in {one.key: one for one in choices}.values():
+        words.setdefault(one.why, []).append(one.word)
+    lines = [f"  {' '.join(chosen)}: {why}" for why, chosen in words.items()]
+    return ["chosen for this machine; a setting that you name is kept:", *lines] if lines else []
+
+
+def settle(config: Config) -> list[Choice]:
+    """Replace `auto` by what it is here; returns the choices that a GPU gave."""
+    engine, publish, actors = config.actors.engine, config.publish.transports, config.actors.transports
+    if engine != "auto" and AUTO not in (publish, actors):
+        return []
+    gpus, found = usable_gpus(os.environ), []
+    if engine == "auto":
+        config.actors.engine, why = choose_engine(config, gpus)
+        found.append(Choice("actors.engine", config.actors.engine, why))
+    names, why = choose_transports(config, gpus)
+    for section, own, other in ((config.publish, publish, actors), (config.actors, actors, publish)):
+        if own == AUTO:  # where the other side is given, a device transport that it lacks would only take memory
+            section.transports = [one for one in names if one in ON_HOST or other == AUTO or one in other]
+            key = "publish" if section is config.publish else "actors"
+            found.append(Choice(f"{key}.transports", section.transports, why))
+    return [one for one in found if one.why]
+
+
+def choose_engine(config: Config, gpus: Collection[str]) -> tuple[str, str]:
     """The engine that `actors.engine=auto` is here, and why; no reason is given where no GPU leaves a choice."""
-    if config.actors.device == "cpu" or not read_gpus() or not visible_gpus(os.environ):
+    if config.actors.device == "cpu" or not gpus:
         return "native", ""
     if config.policy.tiny.enabled:
         return "native", "the model is tiny"
@@ -42,6 +100,34 @@ def choose_engine(config: Config) -> tuple[str, str]:
     return "vllm", "it is installed, and a GPU is visible"
 
 
+def choose_transports(config: Config, gpus: Sequence[str]) -> tuple[list[str], str]:
+    """The transports that `auto` is for the processes of this launch, best first, and why; as `choose_engine`."""
+    host, engine = [*ON_HOST], config.actors.engine
+    where = likely_placement(config, gpus)
+    actors = {own[0] for own in where.actors}
+    if not where.learner or not actors:
+        return host, ""
+    if engine == "vllm":
+        return host, "vLLM maps versions in shared memory, and would first copy to the host what comes on a GPU"
+    if engine != "native":
+        return host, "an engine of your own is not known to read weights on a GPU"
+    shared = where.learner[0] in actors
+    found, why = ["ipc"] * shared, [f"learner and actors share GPU {where.learner[0]}"] * shared
+    if actors - {where.learner[0]}:
+        has_cupy = importlib.util.find_spec("cupy") is not None
+        found += ["nccl"] * has_cupy
+        why.append("learner and actors have GPUs of their own" + ", and nccl needs cupy (docs/gpu.md)" * (not has_cupy))
+    return [*found, *host], "; ".join(why)
+
+
+def planned(config: Config) -> Sequence[str]:
+    """The settings that are chosen for the learner's GPU where nothing gives them; none without one."""
+    if config.policy.model_path is None or config.policy.tiny.enabled or config.run.device == "cpu":
+        return ()
+    with_engine = PLANNED if config.actors.engine == "vllm" else PLANNED[:-1]  # the native one has no paged cache
+    return with_engine if usable_gpus(os.environ) else ()
+
+
 def check_engine(config: Config) -> None:
     """Raise ConfigError for the first setting that the actors' engine cannot serve."""
     if config.actors.weights != "full" and config.actors.engine != "native":
@@ -49,9 +135,17 @@ def check_engine(config: Config) -> None:
             f"actors.weights={config.actors.weights} is rounded by the native engine alone, and actors.engine is "
             f"{config.actors.engine}: vLLM has actors.vllm.quantization, or leave actors.weights=full"
         )
+    if most_answer_tokens(config) is not None:
+        _check_candidates(config.rollout.train.sampling, config.actors.num_concurrent)
+
+
+def most_answer_tokens(config: Config) -> int | None:
+    """Tokens that all answers of one actor may have together, where vLLM names ids for each; None where it does not."""
     sampling = config.rollout.train.sampling
-    if config.actors.engine == "vllm" and (sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0):
-        _check_candidates(sampling, config.actors.num_concurrent)
+    if config.actors.engine != "vllm" or not (sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0):
+        return None
+    kept = sampling.top_k if sampling.top_k > 0 else sampling.max_kept
+    return MAX_CANDIDATE_BYTES // (CANDIDATE_BYTES * (kept + NUM_MORE_CANDIDATES))
 
 
 def _check_candidates(sampling: SamplingConfig, num_concurrent: int) -> None:
@@ -170,3 +264,11 @@ def placement_of(config: Config, gpus: Sequence[str]) -> Placement:
         share=not named if launch.share_gpus is None else launch.share_gpus,
         learner_share=config.learner.gpu_memory_share, actor_share=config.actors.gpu_memory_share,
     )
+
+
+def likely_placement(config: Config, gpus: Sequence[str]) -> Placement:
+    """The same, and none where a launch would refuse the settings: a learner on its own may use them."""
+    try:
+        return placement_of(config, gpus)
+    except ConfigError:
+        return Placement()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
 from pathlib import Path
@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from streamrl.config.addresses import hide_keys
 from streamrl.config.catalog import kinds, open_mappings, settings
 from streamrl.config.composition import compose, group_values, is_choice
-from streamrl.config.devices import choose_engine
+from streamrl.config.devices import AUTO, Choice, planned, settle
 from streamrl.config.overrides import REMOVED, REMOVES_NOTHING, check_name, leaves, nested, parse_overrides, read_files
 from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
@@ -61,6 +61,28 @@ def load_config(overrides: Sequence[str] = (), *, notify: Callable[[str], None] 
     Raises ConfigError: an unknown key (with the nearest valid one), a value of the wrong type, a broken rule, or a
     name in a run's settings that the overrides do not allow.
     """
+    loaded = load_with_choices(overrides, notify=notify)
+    for one in loaded.choices:
+        notify(f"{one.word}: {one.why}")
+    return loaded.config
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings, and what is chosen for this machine.
+
+    Attributes:
+        choices: what `auto` is here, where a GPU leaves a choice.
+        open: settings that nothing gives and the planner may choose; their defaults stand in the config.
+    """
+
+    config: Config
+    choices: list[Choice]
+    open: list[str]
+
+
+def load_with_choices(overrides: Sequence[str], *, notify: Callable[[str], None] = lambda _: None) -> Loaded:
+    """`load_config`, whose `notify` does not get the choices."""
     return _loaded(read_files(overrides), notify)
 
 
@@ -71,7 +93,7 @@ def load_run_config(run_dir: str | Path, words: Sequence[str] = ()) -> Config:
     its author decides.
     """
     file = Path(run_dir) / "config.yaml"
-    return _loaded(read_files([str(file), *words], stored=file), lambda _: None)
+    return _loaded(read_files([str(file), *words], stored=file), lambda _: None).config
 
 
 def run_settings(run_dir: str | Path) -> Config:
@@ -80,7 +102,15 @@ def run_settings(run_dir: str | Path) -> Config:
     Raises ConfigError: they cannot be read.
     """
     file = Path(run_dir) / "config.yaml"
-    return _loaded(read_files([str(file)], stored=file, as_data=True), lambda _: None, whole=False)
+    return _loaded(read_files([str(file)], stored=file, as_data=True), lambda _: None, whole=False).config
+
+
+def recorded(run_dir: str | Path, keys: Iterable[str]) -> list[Choice]:
+    """The values with which the run in this directory began; none if it has not begun."""
+    if not (Path(run_dir) / "config.yaml").exists():
+        return []
+    config = run_settings(run_dir)
+    return [Choice(key, attrgetter(key)(config), "as the run began") for key in keys]
 
 
 def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -90,7 +120,9 @@ def from_plain(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Conf
         raise ConfigError(f"`{choice}` stands for a whole run, whose settings are given: name the settings that differ")
     given = parse_overrides(overrides)
     config = _converted(_laid_over(values, given))
-    return _finished(_with_overrides_first(config, dict(given), values.get("env", {})))
+    config = _with_overrides_first(config, dict(given), values.get("env", {}))
+    _finish(config)
+    return config
 
 
 def with_settings(config: Config, values: Mapping[str, Any], *, whole: bool = True) -> Config:
@@ -102,7 +134,9 @@ def with_settings(config: Config, values: Mapping[str, Any], *, whole: bool = Tr
         ConfigError: as `load_config` does.
     """
     found = _converted(_merged(to_plain(config), values))
-    return _finished(_with_overrides_first(found, dict(leaves(values)), to_plain(config.env)), whole=whole)
+    found = _with_overrides_first(found, dict(leaves(values)), to_plain(config.env))
+    _finish(found, whole=whole)
+    return found
 
 
 def algorithm_preset(name: str) -> Config:
@@ -110,7 +144,7 @@ def algorithm_preset(name: str) -> Config:
     return _converted(_merged(to_plain(Config()), group_values("algorithm", name)))
 
 
-def _loaded(words: list[str], notify: Callable[[str], None], *, whole: bool = True) -> Config:
+def _loaded(words: list[str], notify: Callable[[str], None], *, whole: bool = True) -> Loaded:
     """The config of words, whose files are only those with a defaults list."""
     pairs = parse_overrides(words)
     composed, given = compose(words), dict(pairs)
@@ -128,19 +162,19 @@ def _loaded(words: list[str], notify: Callable[[str], None], *, whole: bool = Tr
     if "algorithm" in composed.asked and (lost := _overridden_recipe_keys(recipe, experiment, given)):
         keys = " and ".join(word.partition("=")[0] for word in lost)
         notify(f"the experiment overrides the recipe's {keys}; add {' '.join(lost)} to get it back")
-    return _finished(config, notify, whole=whole)
+    choices = _finish(config, whole=whole)
+    named = {*dict(leaves(composed.values))} - {word.partition("=")[0] for word in dropped}
+    named = named.union(*(dict(leaves(nested(key, value))) for key, value in given.items()))
+    return Loaded(config, choices, [key for key in planned(config) if key not in named])
 
 
-def _finished(config: Config, notify: Callable[[str], None] = lambda _: None, *, whole: bool = True) -> Config:
-    """The config, checked if it is that of a `whole` run; what is chosen for this machine is told."""
+def _finish(config: Config, *, whole: bool = True) -> list[Choice]:
+    """Choose for this machine what is left to it, and check the config if it is that of a `whole` run."""
     hide_keys(config)
-    if config.actors.engine == "auto":
-        config.actors.engine, why = choose_engine(config)
-        if why:
-            notify(f"actors.engine={config.actors.engine}: {why}")
+    choices = settle(config)
     if whole:
         check(config)
-    return config
+    return choices
 
 
 # --- layers of plain values -------------------------------------------------------------------------------------------
@@ -222,6 +256,8 @@ def _as_typed(values: Any, name: str = "") -> Any:
     kind = kinds().get(name, "section")
     if isinstance(values, Mapping) and kind == "section" and not f"{name}.".startswith(open_mappings()):
         return {key: _as_typed(value, f"{name}.{key}" if name else key) for key, value in values.items()}
+    if values == "auto" and name.endswith(".transports"):
+        return [*AUTO]
     if kind.startswith("list[str]") and isinstance(values, list):
         return [str(one) if isinstance(one, int | float) else one for one in values]
     if kind.startswith("str") and isinstance(values, int | float):
@@ -353,12 +389,15 @@ def composed_yaml(words: Sequence[str], *, resolves: bool) -> str:
     They need not be whole: a look at the defaults names no model.
     """
     words = read_files(words)
-    values = to_plain(_loaded(words, lambda _: None, whole=False))
+    loaded = _loaded(words, lambda _: None, whole=False)
+    values = to_plain(loaded.config)
     written = {} if resolves else _laid_over(compose(words).values, parse_overrides(words))
     for key, value in leaves(written):
         if "${" in repr(value):
             values = _merged(values, nested(key, value))
-    return OmegaConf.to_yaml(OmegaConf.create(values))
+    values = _laid_over(values, [(key, REMOVED) for key in loaded.open])
+    later = f"# chosen for the GPU when the run starts: {', '.join(loaded.open)}\n" if loaded.open else ""
+    return OmegaConf.to_yaml(OmegaConf.create(values)) + later
 
 
 def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:

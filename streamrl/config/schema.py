@@ -67,7 +67,8 @@ class SamplingConfig:
     max_kept: Annotated[int, Meta(gt=0, lt=65536)] = 1024
     """Most tokens that training with top_p or min_p draws from, the most likely: the set travels to the learner."""
     max_new_tokens: PositiveInt = 64
-    """Most new tokens of one turn."""
+    """Most new tokens of one turn. Where nothing sets it, a model on a GPU gets what it and the GPU hold
+    (docs/gpu.md)."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a turn; they stay in the output."""
     ignore_eos: bool = False
@@ -266,7 +267,7 @@ class PolicyConfig:
     dtype: str = "auto"
     """Compute: auto is float32 on a CPU and bfloat16 on a GPU. Master weights and moments are always float32."""
     gradient_checkpointing: bool = False
-    """Recompute activations of each layer in the backward pass."""
+    """Recompute activations of each layer in the backward pass; where nothing sets it, a GPU that needs it does."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The policy's optimizer."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

@@ -55,7 +55,7 @@ class LearnerConfig:
     behavior (`drift/k3`, nats per token), as PPO's target KL does; versions count them all the same. Null is off."""
     max_tokens_per_device: PositiveInt = 4096
     """Token budget of one packed micro-batch on one rank; times `learner.mesh.context` it must hold the longest prompt
-    and response."""
+    and response. Where nothing sets it, a GPU gets what its memory holds (docs/gpu.md)."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once."""
     share_prompts: bool = True
@@ -122,7 +122,7 @@ class ActorsConfig:
     """Inference engine of the actors: native, vllm or your own `package.module:factory`; auto is vllm where it is
     installed and a GPU is visible to the process that reads the settings, and native elsewhere and for a tiny model."""
     num_concurrent: PositiveInt = 64
-    """Trajectories that one actor runs at once."""
+    """Trajectories that one actor runs at once; where nothing sets it, vLLM on a GPU gets what its memory holds."""
     device: str = "auto"
     """Device of the engine: auto, cpu, cuda."""
     dtype: str = "auto"
@@ -148,8 +148,9 @@ class ActorsConfig:
     file, environment variable, URL."""
     give_up_after_s: NonNegative = 0.0
     """Exit after this long without a hub; 0 retries without limit."""
-    transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])
-    """Weight transports this actor may use, best first; your own as package.module:attribute."""
+    transports: list[str] = field(default_factory=lambda: ["auto"])
+    """Weight transports this actor may use, best first; your own as package.module:attribute. auto is as in
+    `publish.transports`; an actor of its own adds those that its GPU can use."""
     relay: str | None = None
     """A `streamrl relay` that this actor pulls weights from, tcp://HOST:PORT; the learner if it does not answer."""
     key: str | None = None
@@ -194,10 +195,10 @@ class TrustConfig:
 
 @dataclass
 class PublishConfig:
-    transports: list[str] = field(default_factory=lambda: ["shm", "zmq"])
+    transports: list[str] = field(default_factory=lambda: ["auto"])
     """Weight transports on offer, best first: ipc (inside one GPU) and nccl (broadcast to GPUs) need a GPU here, shm
     reaches this machine, zmq every actor; your own as package.module:attribute. An actor takes the first one that it
-    may use and that works for it."""
+    may use and that works for it. auto is shm and zmq, and before them, for the native engine on GPUs, ipc or nccl."""
     nccl_init_deadline_s: Positive = 20.0
     """Time for all members to build a communicator; a member that is late is left out and pulls."""
     nccl_bucket_deadline_s: Positive = 10.0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Sequence
 
 from streamrl.config.addresses import key_of
+from streamrl.config.devices import Choice
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.parent_watch import NOTICE, program
@@ -23,8 +25,10 @@ def check_engine(config: Config) -> None:
         )
 
 
-def check_settings(config: Config, overrides: Sequence[str], caller: Caller) -> None:
+def check_settings(config: Config, overrides: Sequence[str], caller: Caller) -> list[Choice]:
     """Raise ConfigError for what would end the learner or the actors in their first seconds; no directory is made yet.
+
+    Returns what is chosen for the learner's GPU beyond what the settings alone decide.
 
     The learner's preflight runs in a process of its own: neither torch nor the user's task belongs into the supervisor.
     """
@@ -51,3 +55,4 @@ def check_settings(config: Config, overrides: Sequence[str], caller: Caller) -> 
         raise ConfigError(answer)
     if code != 0:
         raise StreamrlError(f"the check of the settings ended with status {code}:\n{''.join(told).strip()}")
+    return [Choice(**one) for one in json.loads(answer)]

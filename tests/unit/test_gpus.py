@@ -15,7 +15,7 @@ from actors.weights.device import DeviceWeights
 from streamrl.config.devices import placement_of
 from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.errors import ConfigError
-from streamrl.gpus import Gpu, gpu_of, parse_gpus, place, read_gpus, visible_gpus
+from streamrl.gpus import Gpu, gpu_of, parse_gpus, place, read_gpus, usable_gpus, visible_gpus
 from streamrl.weights.gpu.cuda_memory import device_id
 from tests.fakes.communicator import FakeLibrary
 from tests.fakes.device_memory import FakeDeviceMemory
@@ -191,7 +191,8 @@ def test_auto_chooses_the_engine_by_stand_ins_for_two_gpus_and_for_vllm(
     monkeypatch.setattr("streamrl.config.devices.importlib", SimpleNamespace(util=util))
     lines: list[str] = []
     assert load_config(words, notify=lines.append).actors.engine == engine
-    assert [line[: len(said)] for line in lines] == [said] if said else lines == []
+    told = [line[: len(said or "")] for line in lines if line.startswith("actors.engine")]
+    assert told == [said] * (said is not None)
 
     nvidia_smi.write_text("#!/bin/sh\nexit 9\n")  # no GPU: nothing to choose, and nothing to say
     lines.clear()
@@ -204,3 +205,11 @@ def test_an_actor_names_the_engine_of_the_runs_settings_though_stand_ins_offer_a
     assert local_settings([]).actors.engine == "native"
     assert local_settings(["actors.engine=auto"]).actors.engine == "vllm"  # HELLO says what its own word means here
     assert from_plain(to_plain(load_config(NAMED))).actors.engine == "vllm"  # what a stored run or a hub says
+
+
+@pytest.mark.parametrize(("listed", "usable"), [(None, ["0", "1"]), ("1", ["1"]), ("", []), ("-1", [])])
+def test_gpus_that_the_driver_does_not_list_are_not_used(nvidia_smi, listed, usable):
+    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert usable_gpus(environment) == usable
+    nvidia_smi.write_text("#!/bin/sh\nexit 9\n")
+    assert usable_gpus(environment) == []
