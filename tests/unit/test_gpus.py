@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import zmq
 
-from actors.settings import local_settings
 from actors.weights.device import DeviceWeights
 from streamrl.config.devices import placement_of
-from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.errors import ConfigError
-from streamrl.gpus import Gpu, gpu_of, parse_gpus, place, read_gpus, usable_gpus, visible_gpus
+from streamrl.gpus import Gpu, gpu_of, parse_gpus, place, read_gpus, visible_gpus
 from streamrl.weights.gpu.cuda_memory import device_id
 from tests.fakes.communicator import FakeLibrary
 from tests.fakes.device_memory import FakeDeviceMemory
@@ -171,45 +168,3 @@ def test_gpus_of_an_actor_are_dealt_and_what_contradicts_them_is_refused():
             config_of(*words.split())
     with pytest.raises(ConfigError, match="no GPU is visible"):
         placement_of(config_of("launch.gpus_per_actor=1"), [])
-
-
-NAMED = ["policy.model_path=somewhere"]
-
-
-@pytest.mark.parametrize(("words", "installed", "engine", "said"), [
-    (NAMED, True, "vllm", "actors.engine=vllm: it is installed, and a GPU is visible"),
-    (NAMED, False, "native", "actors.engine=native: vLLM is not installed here (docs/vllm.md)"),
-    (["policy.tiny.enabled=true"], True, "native", "actors.engine=native: the model is tiny"),
-    ([*NAMED, "actors.weights=int8"], True, "native", "actors.engine=native: actors.weights=int8 is rounded by"),
-    ([*NAMED, "actors.device=cpu"], True, "native", None),
-    ([*NAMED, "actors.engine=native"], True, "native", None),
-])
-def test_auto_chooses_the_engine_by_stand_ins_for_two_gpus_and_for_vllm(
-    nvidia_smi, monkeypatch, words, installed, engine, said
-):
-    util = SimpleNamespace(find_spec=lambda name: object() if installed and name == "vllm" else None)
-    monkeypatch.setattr("streamrl.config.devices.importlib", SimpleNamespace(util=util))
-    lines: list[str] = []
-    assert load_config(words, notify=lines.append).actors.engine == engine
-    told = [line[: len(said or "")] for line in lines if line.startswith("actors.engine")]
-    assert told == [said] * (said is not None)
-
-    nvidia_smi.write_text("#!/bin/sh\nexit 9\n")  # no GPU: nothing to choose, and nothing to say
-    lines.clear()
-    assert load_config(words, notify=lines.append).actors.engine == "native" and lines == []
-
-
-def test_an_actor_names_the_engine_of_the_runs_settings_though_stand_ins_offer_another(nvidia_smi, monkeypatch):
-    util = SimpleNamespace(find_spec=lambda name: object())
-    monkeypatch.setattr("streamrl.config.devices.importlib", SimpleNamespace(util=util))
-    assert local_settings([]).actors.engine == "native"
-    assert local_settings(["actors.engine=auto"]).actors.engine == "vllm"  # HELLO says what its own word means here
-    assert from_plain(to_plain(load_config(NAMED))).actors.engine == "vllm"  # what a stored run or a hub says
-
-
-@pytest.mark.parametrize(("listed", "usable"), [(None, ["0", "1"]), ("1", ["1"]), ("", []), ("-1", [])])
-def test_gpus_that_the_driver_does_not_list_are_not_used(nvidia_smi, listed, usable):
-    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert usable_gpus(environment) == usable
-    nvidia_smi.write_text("#!/bin/sh\nexit 9\n")
-    assert usable_gpus(environment) == []
