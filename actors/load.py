@@ -7,11 +7,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import ceil
+
+import psutil
+
+from streamrl.gpus import gpu_use
 
 NUM_RECENT_STEPS = 256
 """Environment steps that the percentile is of."""
@@ -115,3 +121,25 @@ class LoadMeter:
     def _step_p95_s(self) -> float:
         steps = sorted(self._steps_s)
         return steps[ceil(0.95 * len(steps)) - 1] if steps else 0.0
+
+
+USE_EVERY_S = 10.0
+
+
+class UseMeter:
+    """Memory and processors of an actor's process, host and GPUs, for the heartbeat."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, float] = {}
+        psutil.cpu_percent()  # the first call only starts the clock
+
+    async def watch(self) -> None:
+        """Measure every ten seconds, the first time after one; nvidia-smi opens no context on a GPU."""
+        await asyncio.sleep(1.0)
+        while True:
+            percent, used = await asyncio.to_thread(gpu_use, os.environ)
+            self.numbers = {
+                "host_cpu_percent": psutil.cpu_percent(), "rss_bytes": float(psutil.Process().memory_info().rss),
+                "gpu_percent": percent, "gpu_used_bytes": used,
+            }
+            await asyncio.sleep(USE_EVERY_S)

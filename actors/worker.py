@@ -25,6 +25,7 @@ from actors.activity import Activity
 from actors.engines.base import engine_factory, wire_name
 from actors.env_calls.inline import InlineCalls
 from actors.leases import RunningLeases
+from actors.load import UseMeter
 from actors.rollout import returned, run_group, sendable
 from actors.runtime import (
     ActorRuntime,
@@ -108,7 +109,7 @@ class Worker:
         self.client = client
         self._handle = RuntimeHandle(build, has_processes)
         self._leases = RunningLeases(client.send_group, clock)
-        self._clock, self._activity = clock, Activity(clock())
+        self._clock, self._activity, self._use = clock, Activity(clock()), UseMeter()
         self._stuck: tuple[LeaseRef, ...] = ()  # as of the last look at all, which is too slow for each lease
         self._updater: WeightUpdater | None = None
         self._welcome: Welcome | None = None
@@ -127,6 +128,7 @@ class Worker:
         """Work until the hub stops this actor, it leaves, or the engine is beyond repair."""
         self.client.start()
         self._spawn(self._report_progress())
+        self._spawn(self._use.watch())
         try:
             while self._result is None:
                 event = await self.client.events.get()
@@ -344,7 +346,7 @@ class Worker:
             return
         stats = runtime.engine.stats()
         numbers = {"busy_s": stats.busy_s, "waiting": float(stats.waiting), **runtime.load.numbers()}
-        numbers |= environment_calls(runtime)
+        numbers |= environment_calls(runtime) | self._use.numbers
         if runtime.device_weights is not None:
             numbers["abandoned_threads"] = float(runtime.device_weights.num_abandoned_threads)
         ready = runtime.engine.installed is not None and not self._draining

@@ -1,7 +1,7 @@
 """A search service over a file of documents: one index (BM25) for all actors, in the forms of Search-R1 and of RL2.
 
     python examples/search_service.py wiki.jsonl
-    streamrl launch experiment=searchr1 env.path=envs/searchr1.py
+    streamrl launch experiment=searchr1 env.tool_use.documents=http://127.0.0.1:10000/retrieve
 
 A document is a record with `contents` or `text`, and perhaps a `title`; the file is read as data.path is.
 

@@ -32,14 +32,28 @@ class Gpu:
 
 def read_gpus() -> list[Gpu]:
     """The GPUs that the driver lists, whatever CUDA_VISIBLE_DEVICES says; none without nvidia-smi."""
+    return parse_gpus(_asked("--query-gpu=index,uuid,memory.total,memory.free"))
+
+
+def gpu_use(environment: Mapping[str, str]) -> tuple[float, float]:
+    """(percent busy, bytes used), of the GPUs that this process may use the largest; zeros where there are none."""
+    names = visible_gpus(environment)
+    listing = _asked(f"--id={','.join(names)}", "--query-gpu=utilization.gpu,memory.used") if names else ""
+    rows = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]
+    numbers = [[float(field) if field.isdigit() else 0.0 for field in row] for row in rows if len(row) == 2]
+    return max((one[0] for one in numbers), default=0.0), max((one[1] for one in numbers), default=0.0) * (1 << 20)
+
+
+def _asked(*words: str) -> str:
+    """The lines that nvidia-smi prints; "" without it, or where it fails."""
     if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits"]
+        return ""
+    query = ["nvidia-smi", *words, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_S)
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return parse_gpus(done.stdout) if done.returncode == 0 else []
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def parse_gpus(listing: str) -> list[Gpu]:

@@ -24,12 +24,13 @@ from typing import Any
 from streamrl.errors import ConfigError
 
 DATA_ONLY = frozenset((
-    "actors.actor_id", "actors.allow", "actors.device", "actors.key", "data.answer_key", "data.chat_template",
-    "data.chosen_key", "data.path", "data.prompt_key", "data.rejected_key", "data.system_prompt", "data.test_path",
-    "env.task_field", "hub.keys", "objectives.components", "objectives.ideal", "objectives.reference_point",
-    "policy.tiny.cache_dir", "reward.format_tags", "reward.judge.model", "reward.judge.prompt", "reward.model.device",
-    "reward.model.model", "reward.model.path", "rollout.test.sampling.stop", "rollout.train.sampling.stop",
-    "run.device", "run.dir", "run.name", "run.root", "sweep.dir", "sweep.metric", "tracking.project",
+    "actors.actor_id", "actors.allow", "actors.device", "actors.key", "checkpoint.directory", "data.answer_key",
+    "data.chat_template", "data.chosen_key", "data.path", "data.prompt_key", "data.rejected_key",
+    "data.system_prompt", "data.test_path", "env.task_field", "eval.directory", "hub.keys", "objectives.components",
+    "objectives.ideal", "objectives.reference_point", "policy.tiny.cache_dir", "reward.format_tags",
+    "reward.judge.model", "reward.judge.prompt", "reward.model.device", "reward.model.model", "reward.model.path",
+    "rollout.test.sampling.stop", "rollout.train.sampling.stop", "run.device", "run.dir", "run.name", "run.root",
+    "sweep.dir", "sweep.metric", "tracking.project",
 ))
 """Settings whose text is shown, compared, or read as a file of data, whatever it is. Every other text is a name if it
 holds a colon, as `package.module:attribute`, a URL and an address do."""

@@ -70,6 +70,7 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_the_example_trains": "a launched run",
     },
     "flow/test_preferences_example.py": "two minutes: SFT, a reward model, a launched run and DPO",
+    "flow/test_presets_of_others.py": "thirteen runs; contract/test_coming_from.py composes the commands",
     "flow/test_python_training.py": {
         "test_an_exception_in_a_callback_stops_the_run_and_reaches_the_caller": "a launched run",
     },

@@ -5,8 +5,8 @@
     model   <think>...</think> <answer>Dosostad</answer>
 
 What is found follows the model's words in the same message and is never trained on. The questions are those of
-`data.path`, and `env.tool_use.documents` is what is searched. `examples/tasks/search_world.py` asks about a synthetic
-world.
+`data.path`, and `env.tool_use.documents` is what is searched, a file or a service. `examples/tasks/search_world.py`
+asks about a synthetic world.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from envs.data.shapes import RecordShape
-from envs.data.sources import open_source
 from envs.data_task import DataTask, TaskSettings
-from envs.tools.search import Library
+from envs.tools.search import Library, SearchService, library_of
 from streamrl.environment import ChatMessage, Record, Step
 from streamrl.errors import TaskError
 
@@ -50,7 +48,7 @@ class SearchEnv:
 
     def __init__(
         self, prompt: Callable[[Record], Sequence[ChatMessage]], answers: Callable[[Record], Sequence[str]],
-        library: Library, format_reward: float,
+        library: Library | SearchService, format_reward: float,
     ) -> None:
         self._prompt, self._answers, self._library, self._format_reward = prompt, answers, library, format_reward
         self._record: Record = {}
@@ -92,7 +90,7 @@ def search_file(
     if documents is None:
         raise TaskError(f"env.name={NAME} searches: set env.tool_use.documents=FILE, the texts to search.")
     shape = RecordShape(settings.data.prompt_key, settings.data.answer_key)
-    library = Library(partial(open_source, documents, setting="env.tool_use.documents"), checked_results(num_results))
+    library = library_of(documents, checked_results(num_results))
 
     def prompt(record: Record) -> Sequence[ChatMessage]:
         *before, last = shape.messages(record)

@@ -1,4 +1,6 @@
-"""Search a file of documents that stays in memory: BM25, https://doi.org/10.1561/1500000019, by the bm25s package."""
+"""Search documents: a file that stays in memory, by BM25 (https://doi.org/10.1561/1500000019, the bm25s package), or a
+search service behind HTTP.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import httpx
+
 from envs.data.sources import Source, open_source
 from streamrl.config.schema import ToolUseConfig
-from streamrl.errors import TaskError, install_extra
+from streamrl.errors import TaskError, in_one_line, install_extra
 
 TEXT_KEYS = ("text", "contents", "content", "body", "document")
 TITLE_KEY = "title"
 NUM_FOUND = 3
+SERVICE_S = 30.0
 _WORD = re.compile(r"\w+")
 
 
@@ -36,9 +41,9 @@ class SearchTool:
     def __init__(self, settings: ToolUseConfig) -> None:
         if settings.documents is None:
             raise TaskError("env.tools holds search: set env.tool_use.documents=FILE, the texts to search.")
-        source = open_source(settings.documents, setting="env.tool_use.documents")
-        document(source, 0)
-        self._library = Library(lambda: source, NUM_FOUND)
+        self._library = library_of(settings.documents, NUM_FOUND)
+        if isinstance(self._library, Library):
+            self._library.check()
 
     def call(self, arguments: Mapping[str, Any]) -> str:
         found = self._library.best(arguments["query"])
@@ -58,6 +63,12 @@ class Library:
         self._lock = threading.Lock()
         self._opened: tuple[Callable[[int], str], TextIndex] | None = None
 
+    def check(self) -> None:
+        """Raise TaskError unless the first text can be read."""
+        texts = self._open()
+        if not isinstance(texts, Sequence):
+            document(texts, 0)
+
     def best(self, query: str) -> list[str]:
         """The best texts."""
         with self._lock:
@@ -70,6 +81,35 @@ class Library:
         texts = self._open()
         text = texts.__getitem__ if isinstance(texts, Sequence) else partial(document, texts)
         return text, TextIndex(text(place) for place in range(len(texts)))
+
+
+class SearchService:
+    """A search behind HTTP as Search-R1 has it: `POST {"queries": [...], "topk": 3}`; threads may share it."""
+
+    def __init__(self, url: str, num_results: int) -> None:
+        self._url, self._num_results = url, num_results
+        self._client = httpx.Client(timeout=SERVICE_S, trust_env=False)
+
+    def best(self, query: str) -> list[str]:
+        """The best texts. Raises TaskError with what the service said."""
+        try:
+            asked = {"queries": [query], "topk": self._num_results, "return_scores": False}
+            found = self._client.post(self._url, json=asked).raise_for_status().json()["result"][0]
+            texts = [text_of(one.get("document", one)) for one in found[: self._num_results]]
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+            said = f"{type(error).__name__}: {in_one_line(error)}"
+            raise TaskError(
+                f"env.tool_use.documents={self._url} gave no documents ({said}): start the search service, such as "
+                "examples/search_service.py, or name a file"
+            ) from error
+        return [text for text in texts if text is not None]
+
+
+def library_of(documents: str, num_results: int) -> Library | SearchService:
+    """What `env.tool_use.documents` names: a file, or the URL of a service."""
+    if documents.startswith(("http://", "https://")):
+        return SearchService(documents, num_results)
+    return Library(partial(open_source, documents, setting="env.tool_use.documents"), num_results)
 
 
 class TextIndex:
@@ -100,10 +140,14 @@ def _words(text: str) -> list[str]:
 
 def document(source: Source, place: int) -> str:
     """A record's text, its title before it. Raises TaskError naming file and record if it has none."""
-    record = source.row(place)
-    text = next((record[key] for key in TEXT_KEYS if isinstance(record.get(key), str)), None)
+    text = text_of(source.row(place))
     if text is None:
         keys = ", ".join(TEXT_KEYS)
         raise TaskError(f"{source.where(place)}: no text in any of the fields {keys}: give every document one of them.")
-    title = record.get(TITLE_KEY)
-    return f"{title}\n{text}" if title else text
+    return text
+
+
+def text_of(record: Mapping[str, Any]) -> str | None:
+    """A document's text, its title before it; None if it has none."""
+    text = next((record[key] for key in TEXT_KEYS if isinstance(record.get(key), str)), None)
+    return f"{record[TITLE_KEY]}\n{text}" if text is not None and record.get(TITLE_KEY) else text

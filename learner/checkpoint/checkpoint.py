@@ -3,6 +3,7 @@
     1  all ranks write their shards into ckpt.tmp-<version>-<random>/, flushed to disk, read back for their digests
     2  rank 0 writes the blobs and manifest.json: sizes and xxh3-128 of every file, and what the run must remember
     3  rename to ckpt-<version>/, then LATEST points to it; only now may another process learn that it exists
+       (under checkpoint.directory the first is there, and the run directory has a link to it)
     4  all but the newest few are removed
 
 Loading tries LATEST and then older ones; a damaged file is named in a warning and its checkpoint passed over. If there
@@ -87,6 +88,7 @@ def save_checkpoint(
 def write_checkpoint(
     run_dir: Path | str, version: int, tensors: Iterable[tuple[str, Tensor]] | Copied, ranks: Ranks, *,
     extra: Mapping[str, Any], blobs: Mapping[str, bytes], num_keep: int, lock: RunLock | None = None,
+    home: Path | None = None,
 ) -> Path:
     """Write `ckpt-<version>` and point LATEST at it; a collective call. When it returns, the checkpoint is durable.
 
@@ -96,13 +98,14 @@ def write_checkpoint(
         blobs: name -> bytes (the ledger's state), of rank 0.
         num_keep: this many checkpoints stay, at least one.
         lock: checked right before the checkpoint becomes visible.
+        home: the folder of this run's checkpoints elsewhere, as `checkpoint_home` made it.
     Raises:
         CheckpointError: a rank could not write; on every rank, with nothing made visible.
         RunLockedError: a newer learner owns the run; on every rank.
     """
     run_dir = Path(run_dir)
     tag = ranks.from_rank_zero(float(secrets.randbits(40)))
-    draft = run_dir / f"ckpt.tmp-{version}-{int(tag):010x}"
+    draft = (home or run_dir) / f"ckpt.tmp-{version}-{int(tag):010x}"
     no_draft = _failure_of(partial(draft.mkdir, parents=True, exist_ok=True))
     entries, failure = _write_rank_shards(draft, tensors, ranks, blobs if ranks.rank == 0 else {})
     _agree(no_draft or failure, draft, version, ranks)
@@ -119,9 +122,21 @@ def write_checkpoint(
         failure = _failure_of(lambda: _publish(draft, final))
     _agree(failure, draft, version, ranks)
     if ranks.rank == 0:
-        prune(run_dir, num_keep=num_keep, newest=version)
+        prune(run_dir, num_keep=num_keep, newest=version, home=home)
     ranks.barrier()
     return final
+
+
+def checkpoint_home(directory: str | None, run_id: str) -> Path | None:
+    """The folder of a run's checkpoints in `checkpoint.directory`, made; None without one. Raises ConfigError."""
+    if directory is None:
+        return None
+    home = Path(directory).expanduser().resolve() / run_id
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"checkpoint.directory={directory}: choose another one: {one_sentence(error)}") from error
+    return home
 
 
 def _failure_of(write: Callable[[], None]) -> OSError | None:
@@ -173,17 +188,26 @@ def checkpoint_at(run_dir: Path | str, version: int) -> Checkpoint | None:
     return None
 
 
-def prune(run_dir: Path, *, num_keep: int, newest: int) -> None:
-    """Remove drafts and all but the newest `num_keep` checkpoints up to `newest`.
+def prune(run_dir: Path, *, num_keep: int, newest: int, home: Path | None = None) -> None:
+    """Remove drafts and all but the newest `num_keep` checkpoints up to `newest`; of links, what is in `home` too.
 
     Versions above `newest` were made by a history that a restart from an older checkpoint has left.
     """
     versions = _versions(run_dir)
     kept = sorted((version for version in versions if version <= newest), reverse=True)[: max(1, num_keep)]
     dropped = [path for version, path in versions.items() if version not in kept]
-    for path in (*dropped, *run_dir.glob("ckpt.tmp-*")):
-        if (failure := _failure_of(partial(shutil.rmtree, path))) is not None:
+    for path in (*dropped, *run_dir.glob("ckpt.tmp-*"), *(home.glob("ckpt.tmp-*") if home else ())):
+        if (failure := _failure_of(partial(_remove, path, home))) is not None:
             log.warning("%s is not needed any more and was not removed: %s", path, failure)
+
+
+def _remove(path: Path, home: Path | None) -> None:
+    if not path.is_symlink():
+        shutil.rmtree(path)
+        return
+    if home is not None and path.resolve().parent == home:  # where a link leads otherwise is nobody's to remove
+        shutil.rmtree(path.resolve())
+    path.unlink()
 
 
 def _write_rank_shards(
@@ -220,10 +244,17 @@ def _gather_entries(
 
 def _publish(draft: Path, final: Path) -> None:
     sync_directory(draft)
-    if final.exists():  # left by a history that a restart has abandoned; LATEST does not point to it
-        os.replace(final, draft.with_name(f"ckpt.tmp-old-{secrets.token_hex(4)}"))
-    os.replace(draft, final)
-    sync_directory(final.parent)
+    place = draft.with_name(final.name)
+    for path in {place, final}:  # left by a history that a restart has abandoned; LATEST does not point to it
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            os.replace(path, path.with_name(f"ckpt.tmp-old-{secrets.token_hex(4)}"))
+    os.replace(draft, place)
+    sync_directory(place.parent)
+    if place != final:
+        final.symlink_to(place, target_is_directory=True)
+        sync_directory(final.parent)
     write_durably(final.parent / "LATEST", f"{final.name}\n".encode())
 
 
@@ -234,6 +265,10 @@ def _newest_good(run_dir: Path) -> Checkpoint | None:
             return _open(path, check_files=True)
         except CheckpointError as error:
             log.warning("%s is damaged and skipped: %s", path.name, error)
+    if lost := [path for path in run_dir.glob("ckpt-*") if path.is_symlink() and not path.exists()]:
+        raise CheckpointError(
+            f"{lost[0]} leads to {lost[0].readlink()}, which is not there: restore the disk of checkpoint.directory"
+        )
     if not candidates:
         return None
     raise CheckpointError(

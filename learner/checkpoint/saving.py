@@ -99,16 +99,17 @@ class Saving:
     """A learner rank's part in saving checkpoints.
 
     Args:
+        home: the folder of this run's checkpoints outside the run directory.
         background: where they are written; None writes them while training waits.
         version: of the newest checkpoint, -1 without one.
     """
 
     def __init__(
         self, run_dir: Path, hub: KeepsLedger, ranks: Ranks, *, num_keep: int, lock: RunLock | None = None,
-        background: Background[Path] | None = None, version: int = -1,
+        home: Path | None = None, background: Background[Path] | None = None, version: int = -1,
     ) -> None:
         self._run_dir, self._hub, self._ranks, self._background = run_dir, hub, ranks, background
-        self._options = {"num_keep": num_keep, "lock": lock}
+        self._options = {"num_keep": num_keep, "lock": lock, "home": home}
         self.version = version
         """Of the newest checkpoint, also while it is being written."""
         self.durable = version

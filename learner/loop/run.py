@@ -25,6 +25,7 @@ from learner.ranks.beats import RankBeats
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
 from learner.record.process_use import ProcessUse
+from learner.record.profile import profiled
 from learner.record.recorder import Recorder
 from learner.record.step_samples import StepSamples
 from learner.sources.batch import Batch, BatchSource
@@ -95,7 +96,8 @@ class Run(Callbacks):
         """1-based numbers of the steps still to do; a skipped step is tried again with the next batch."""
         while self.step < self.config.trainer.num_steps and not self.config.trainer.eval_only:
             self.trainer.clock.begin_step()
-            yield self.step + 1
+            with profiled(self.step + 1, self.config.run.profile_steps, self.run_dir, self.ranks):
+                yield self.step + 1
 
     def train_next_batch(self) -> TrainedBatch | None:
         """Train on the next batch of the source; None when the run is to stop. A collective call."""

@@ -55,6 +55,9 @@ class CriticResult:
     loss: float  # mean value loss of the first pass, reward units squared
     explained_variance: float  # G the targets
     return_explained_variance: float  # G the recorded returns: what V-trace cuts off does not flatter the critic
+    value_error: float  # mean (G - V)^2
+    return_variance: float  # Var(G) of the recorded returns
+    clip_fraction: float  # of tokens and passes: V further than `clip` from where it stood
     grad_norm: float  # of the last step, before clipping
     lr: float
 
@@ -92,6 +95,7 @@ class Critic:
         self._schedule, self._ranks = schedule, ranks
         self._clip, self._num_steps, self._max_grad_norm = clip, num_steps, max_grad_norm
         self._seen: dict[tuple[int, ...], Inspected | None] = {}
+        self._num_clipped = 0.0
 
     @torch.no_grad()
     def look(self, batch: MicroBatch, seen: Inspected | None) -> dict[str, Tensor | None]:
@@ -114,7 +118,7 @@ class Critic:
         batches = [batch.to(self._ranks.device) for batch in micro_batches]
         count, moments, explained = self._before(batches, targets_of)
         start = self._normalize(moments)
-        first_loss = 0.0
+        first_loss, self._num_clipped = 0.0, 0.0
         for turn in range(self._num_steps):
             total = sum(self._backward(batch, targets_of, count, start) for batch in batches)
             if turn == 0:
@@ -124,7 +128,8 @@ class Critic:
                 ranks=self._ranks,
             )
         self._seen.clear()
-        return CriticResult(first_loss, *explained, result.grad_norm, result.lr)
+        clipped = self._ranks.all_reduce([self._num_clipped])[0] / (count * self._num_steps)
+        return CriticResult(first_loss, *explained, clipped, result.grad_norm, result.lr)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(key, sharded tensor) of weights and moments, for a checkpoint."""
@@ -181,13 +186,12 @@ class Critic:
         if not batch.trajectory_ids:
             loss = out.sum() * 0.0  # connected to every parameter: the backward collectives must run
         else:
-            values, actions = self._values(batch, out)
             goal = targets_of(batch)
-            losses = value_loss(
-                batch.padded(actions if self.of_actions else values), goal.targets, goal.trained,
-                old_values=None if self._clip is None else goal.old + start, clip=self._clip,
-            )
-            loss = losses.sum() / count
+            values = batch.padded(self._values(batch, out)[1])
+            old = None if self._clip is None else goal.old + start
+            loss = value_loss(values, goal.targets, goal.trained, old_values=old, clip=self._clip).sum() / count
+            if self._clip is not None:
+                self._num_clipped += float(((values - old).abs() > self._clip)[goal.trained].sum())
         # In units of the normalized targets: rate, epsilon and gradient clip then mean the same for all rewards.
         (loss * (self._ranks.mesh.dp_size / self._normal[1] ** 2)).backward()
         return float(loss.detach())
@@ -216,8 +220,8 @@ class Critic:
 
     def _before(
         self, batches: Sequence[MicroBatch], targets_of: Callable[[MicroBatch], Targets]
-    ) -> tuple[float, Tensor, tuple[float, float]]:
-        """Trained tokens of all ranks (at least 1); 1, mean and mean square of the targets; two explained variances."""
+    ) -> tuple[float, Tensor, tuple[float, float, float, float]]:
+        """Trained tokens of all ranks (at least 1); 1, mean and mean square of the targets; measures of the values."""
         own_count, sums = 0, torch.zeros(4, 2, dtype=torch.float64)
         for batch in batches:
             if batch.trajectory_ids:
@@ -230,7 +234,8 @@ class Critic:
         means = (torch.tensor(totals, dtype=torch.float64) / max(count, 1.0)).reshape(4, 2)
         spread, missed, return_spread, return_missed = (square - mean**2 for mean, square in means.tolist())
         moments = torch.tensor([min(count, 1.0), *means[0]], dtype=torch.float64)
-        return max(count, 1.0), moments, (_explained(missed, spread), _explained(return_missed, return_spread))
+        explained = _explained(missed, spread), _explained(return_missed, return_spread)
+        return max(count, 1.0), moments, (*explained, float(means[1, 1]), return_spread)
 
 
 def _explained(missed: float, spread: float) -> float:

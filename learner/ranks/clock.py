@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from torch.profiler import record_function
+
 from learner.ranks.activity import Activity
 
 STAGES = (
@@ -31,7 +33,7 @@ class StepClock:
         """Add the seconds of a block to a stage of this step; it is what this rank does meanwhile."""
         began = time.monotonic()
         try:
-            with self._activity.in_phase(stage):
+            with self._activity.in_phase(stage), record_function(f"streamrl: {stage}"):
                 yield
         finally:
             self._times[stage] = self._times.get(stage, 0.0) + time.monotonic() - began

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
-from streamrl.metrics.names import ARRIVED, METRICS
+from streamrl.metrics.names import ARRIVED, METRICS, member
 
 _RENAMED = {
     "num_groups_stale": "stale", "num_duplicates_dropped": "duplicate", "num_dropped_accuracy_range": "accuracy",
@@ -14,6 +14,7 @@ _RENAMED = {
     "num_returned_stale": "cancelled", "num_returned_too_long": "overlong",
 }
 _PREFIX = "num_dropped_"
+_PART = f"{ARRIVED}part_"
 _REASONS = [key for key in METRICS if key.startswith("dropped/") and key != "dropped/*"]
 
 NUM_RECENT = 256
@@ -80,6 +81,9 @@ def _arrived(added: Mapping[str, float]) -> dict[str, float]:
         "reward/std": math.sqrt(max(0.0, added["arrived_reward_squared"] / count - mean**2)),
         "score/mean": added["arrived_score"] / count,
         "length/dispatched": tokens / count,
+        "length/dispatched_truncated_fraction": added.get("arrived_cut", 0.0) / count,
+        **{member("arrived", name.removeprefix(_PART)): value / count for name, value in added.items()
+           if name.startswith(_PART)},
     }
     if tokens > 0:
         row["throughput/wire_bytes_per_token"] = added["arrived_bytes"] / tokens

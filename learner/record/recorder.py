@@ -36,6 +36,8 @@ log = logging.getLogger("streamrl.learner")
 
 EVALUATIONS = "evaluations.jsonl"
 """In the run directory: one line for each evaluation, with the scores of every prompt's answers."""
+ARTIFACTS = ("model", "adapter", "critic", "config.yaml", "summary.json", "report.html")
+"""Parts of the run directory that `tracking.artifacts` gives to trackers."""
 _RENAMED = {
     "tokens_per_s_generate": "throughput/generate_tokens_per_s", "mean_install_s": "time/install_s",
     "mean_pause_s": "time/install_pause_s", "mean_visible_s": "time/visible_s",
@@ -175,9 +177,12 @@ class Recorder:
         )
         with if_it_can_be_written("summary.json"):
             summary.write(self._run_dir / "summary.json")
-        self._sinks.close()
         with if_it_can_be_written("the report"):
             log.info("report: %s", write_report(self._run_dir))
+        for name in ARTIFACTS if self._config.tracking.artifacts else ():
+            if (path := self._run_dir / name).exists():
+                self._sinks.log_artifact(path)
+        self._sinks.close()
         return summary
 
 
@@ -186,8 +191,8 @@ def eval_keys(result: EvalResult, found: Mapping[str, Estimate], num_responses: 
     keys = {
         "eval/score": result.score, "eval/score_stderr": found[f"avg@{num_responses}"].stderr,
         "eval/reward": result.reward, "eval/response_tokens": result.mean_tokens,
-        "eval/truncated_fraction": result.truncated_fraction, "eval/num_prompts": float(result.num_prompts),
-        "eval/version": float(result.version),
+        "eval/truncated_fraction": result.truncated_fraction, "eval/num_turns": result.mean_turns,
+        "eval/num_prompts": float(result.num_prompts), "eval/version": float(result.version),
     }
     if num_responses > 1:
         for key, name in (("pass_at_1", "pass@1"), ("pass_at_k", f"pass@{num_responses}"),

@@ -327,12 +327,17 @@ def _unpacked(kept: Sequence[KeptGroup]) -> list[Trajectory]:
 
 def open_samples(
     settings: SamplesConfig, run_dir: Path, model_dir: Path, *, seed: int, ranks: Ranks, resume_step: int,
-    steps_per_batch: int = 1, expected: Callable[[Sample], str] = lambda _: "",
+    steps_per_batch: int = 1, expected: Callable[[Sample], str] = lambda _: "", evals_dir: str | None = None,
 ) -> StepSamples:
     """Samples of this rank; rank 0 opens the file, and asks `expected` for the right answer of each."""
     writer = None
     if ranks.rank == 0 and (settings.num_per_step or settings.num_per_eval):
-        file = SampleFile(run_dir, max_bytes=settings.max_bytes, resume_step=resume_step)
+        if evals_dir is not None:
+            Path(evals_dir).mkdir(parents=True, exist_ok=True)
+        file = SampleFile(
+            run_dir, max_bytes=settings.max_bytes, resume_step=resume_step,
+            evals_dir=Path(evals_dir) if evals_dir is not None else None,
+        )
         writer = SampleWriter(file, model_dir, settings=settings, expected=expected)
     return StepSamples(settings, seed=seed, ranks=ranks, writer=writer, steps_per_batch=steps_per_batch)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from learner.audit.audit import Audit
+from learner.checkpoint.checkpoint import checkpoint_home
 from learner.checkpoint.run_lock import RunLock
 from learner.checkpoint.saving import Checkpoints, SaveRetries, Saving
 from learner.control.staleness import StalenessControl
@@ -98,7 +99,7 @@ def _build(config: Config, given: Inputs, run_dir: Path, stop: StopFlag, ranks: 
     samples = open_samples(
         config.samples, run_dir, given.model_dir, seed=config.run.seed, ranks=ranks, resume_step=trainer.step,
         steps_per_batch=trainer.settings.steps_per_batch,
-        expected=ExpectedAnswers(given.task, given.eval_sets),
+        expected=ExpectedAnswers(given.task, given.eval_sets), evals_dir=config.eval.directory,
     )
     audit = Audit(
         trainer.networks.policy, ranks, trainer.with_wire_precision, share=config.trust.audit_share,
@@ -187,6 +188,7 @@ def _make_checkpoints(run: Run, given: Inputs) -> Checkpoints:
     config, trainer = run.config, run.trainer
     saving = Saving(
         run.run_dir, run.hub, run.ranks, num_keep=config.checkpoint.num_keep, lock=given.lock,
+        home=checkpoint_home(config.checkpoint.directory, run.run_id),
         background=background_of(config.checkpoint.beside_training, run.ranks, "checkpoint"),
         version=given.past.version if given.past.checkpoint is not None else -1,
     )

@@ -18,7 +18,7 @@ import torch
 
 from envs.data.dataset import Dataset, Mixture, open_dataset
 from envs.data.shapes import tool_schemas
-from learner.checkpoint.checkpoint import ResumeState, find_resume_state
+from learner.checkpoint.checkpoint import ResumeState, checkpoint_home, find_resume_state
 from learner.checkpoint.run_lock import lock_run_dir
 from learner.checkpoint.saving import Checkpoints, SaveRetries, Saving
 from learner.checkpoint.shards import reshard, training_tensors
@@ -33,6 +33,7 @@ from learner.publish.export import export_model, used_template
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
+from learner.record.profile import profiled
 from learner.record.recorder import Recorder
 from learner.setup.model_hub import find_models
 from learner.setup.preflight import check_folders, template_text
@@ -101,7 +102,8 @@ class Run:
             if self.ranks.maximum(float(self.stop())):
                 return False
             self.clock.begin_step()
-            measured = self.train_step()
+            with profiled(self.step + 1, self.config.run.profile_steps, self.run_dir, self.ranks):
+                measured = self.train_step()
             self.step += 1
             if self._evaluates():
                 measured |= self.held_out()
@@ -336,6 +338,7 @@ def build_run(
     )
     saving = Saving(
         run_dir, NoHub(), ranks, num_keep=config.checkpoint.num_keep, lock=lock,
+        home=checkpoint_home(config.checkpoint.directory, past.run_id),
         background=background_of(config.checkpoint.beside_training, ranks, "checkpoint"),
         version=past.version if past.checkpoint is not None else -1,
     )

@@ -70,7 +70,8 @@ ALIASES: dict[str, str] = {
     "logger": "tracking.trackers", "project_name": "tracking.project", "wandb_project": "tracking.project",
     # the rest of docs/coming_from.md: TRL, verl, prime-rl, OpenRLHF
     "num_generations_eval": "eval.num_responses", "log_completions": "samples.num_per_step",
-    "log_val_generations": "samples.num_per_eval", "train_dataset": "data.path",
+    "log_val_generations": "samples.num_per_eval", "train_dataset": "data.path", "eval_save_dir": "eval.directory",
+    "enable_profiling": "run.profile_steps",
     "prompt_dataset": "data.path", "eval_dataset": "data.test_path",
     "generation_batch_size": "rollout.num_prompts_per_step", "seq_len": "learner.max_tokens_per_device",
     "vllm_gpu_memory_utilization": "actors.vllm.gpu_memory_utilization",
@@ -260,7 +261,6 @@ NOT_HERE: dict[str, str] = {
     "profiling": "every step logs its memory in system/gpu_allocated_bytes",
     "save_optimizer": "a checkpoint always holds the optimizer: checkpoint.every_steps",
     "use_infer_server": "actors always run in separate processes: launch.num_actors",
-    "eval_save_dir": "results of evaluations are in run.dir, with transcripts of samples.num_per_eval prompts",
     "rollout_save_dir": "every rollout is in the log in run.dir, and samples.num_per_step of them as text",
     "log_level": "set the variable STREAMRL_LOG, for example STREAMRL_LOG=DEBUG",
     **dict.fromkeys(

@@ -203,6 +203,12 @@ def _check_data(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
+    names = tracker_names(config)
+    _need(
+        not config.tracking.artifacts or not {"tensorboard", "trackio"}.issuperset(names),
+        f"tracking.artifacts=true with tracking.trackers={names}: none of them keeps files; add wandb, mlflow or your "
+        "own",
+    )
     _need(
         not config.env.tools or config.env.max_turns > 1,
         f"env.tools={config.env.tools} with env.max_turns={config.env.max_turns}: a call takes one turn and the answer "

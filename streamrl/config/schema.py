@@ -50,6 +50,9 @@ class RunConfig:
     """Device of the learner: auto, cpu, cuda."""
     num_threads: Count = 1
     """Torch threads of each learner rank on a CPU; 0 leaves torch's own choice."""
+    profile_steps: list[int] = field(default_factory=list)
+    """Steps whose operations and stages each learner rank records by torch.profiler, e.g. [5,6]: a trace of each in
+    profile/ of the run directory, for Perfetto or chrome://tracing."""
     shutdown_s: Positive = 10.0
     """How long an orderly stop may take before force is used; a step and its checkpoint may take longer."""
 
@@ -143,6 +146,9 @@ class EvalConfig:
     """Answers of each prompt; with more than one, pass@k is logged beside the mean, and they must be sampled."""
     solved_score: float = 1.0
     """The least score of an answer that counts as right for pass@k."""
+    directory: str | None = None
+    """A folder that gets a file of each evaluation, SET_step_N.jsonl, with the transcripts of `samples.num_per_eval`
+    prompts; null keeps them in samples.jsonl alone."""
     datasets: dict[str, Any] = field(default_factory=dict)
     """More evaluation sets by name: a file, or a mapping of path, data, env, reward, sampling, num_samples ..."""
     pin: bool = True

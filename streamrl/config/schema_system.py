@@ -237,6 +237,9 @@ class CheckpointConfig:
     `always`, `never`, or `auto` on a GPU."""
     resume: bool = False
     """Continue from the newest good checkpoint of this run directory (or of the newest run of this name)."""
+    directory: str | None = None
+    """Another folder for checkpoints, such as one on a larger disk, in which the run gets a folder by its run_id; the
+    run directory links to them. null keeps them in the run directory."""
     num_keep: PositiveInt = 2
     """Checkpoints that are kept."""
     grace_s: NonNegative = 300.0
@@ -288,6 +291,8 @@ class TrackingConfig:
     trackers: list[str] = field(default_factory=list)
     """Trackers that get every step beside metrics.jsonl: tensorboard, mlflow, trackio, wandb, or your own factory as
     package.module:attribute."""
+    artifacts: bool = False
+    """Give wandb, MLflow or your own tracker the trained model, the settings, the summary and the report at the end."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options for your own tracker, which finds them in `TrackedRun.settings`, e.g. `tracking.options.url=...`."""
     wandb: WandbConfig = field(default_factory=WandbConfig)

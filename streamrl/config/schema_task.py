@@ -78,7 +78,8 @@ class ToolUseConfig:
     sandbox: Sandbox = Sandbox.auto
     """Of the python tool: `isolated` programs have no network and no files, `limited` ones only limits."""
     documents: str | None = None
-    """What the search tool searches: a file of records with a `text`, read as `data.path` is."""
+    """What the search tool searches: a file of records with a `text`, read as `data.path` is, or the URL of a search
+    service in Search-R1's form, such as examples/search_service.py."""
 
 
 @dataclass

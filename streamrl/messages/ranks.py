@@ -209,6 +209,7 @@ class EvalResult(Message):
     """Oldest and newest version that sampled a token of a scored answer; None without any."""
     num_unanswered: U32 = 0
     """Answers that were not waited for, because the version was kept for as long as allowed."""
+    mean_turns: float = 1.0
 
 
 @message(43, HUB_TO_RANK)

@@ -116,10 +116,14 @@ class SampleFile:
     Args:
         resume_step: the step that the checkpoint holds, 0 without one. Samples of what will be done again are dropped;
             None keeps all. Damaged lines are dropped, too.
+        evals_dir: a folder that also gets each evaluation, as a file of its own.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], *, max_bytes: int, resume_step: int | None = None) -> None:
-        self.path, self._max_bytes = Path(run_dir) / FILE_NAME, max_bytes
+    def __init__(
+        self, run_dir: str | os.PathLike[str], *, max_bytes: int, resume_step: int | None = None,
+        evals_dir: Path | None = None,
+    ) -> None:
+        self.path, self._max_bytes, self._evals_dir = Path(run_dir) / FILE_NAME, max_bytes, evals_dir
         self._stride = 1
         if self.path.exists():
             kept = self._lines()
@@ -128,7 +132,14 @@ class SampleFile:
             write_atomic(self.path, b"".join(line for line, _ in kept))
 
     def append(self, samples: Iterable[Sample]) -> None:
-        """Write these, and make room if the file is full."""
+        """Write these, and make room if the file is full; of an evaluation all samples come together."""
+        samples = list(samples)
+        evals: dict[str, list[bytes]] = {}
+        for one in samples if self._evals_dir is not None else ():
+            if one.kind == "eval":
+                evals.setdefault(f"{one.dataset or 'eval'}_step_{one.step:06d}", []).append(_ENCODER.encode(one))
+        for name, lines in evals.items():  # a resumed run writes the file of a step again
+            write_atomic(self._evals_dir / f"{name}.jsonl", b"".join(line + b"\n" for line in lines))
         append_lines(self.path, b"".join(_ENCODER.encode(one) + b"\n" for one in samples if self._due(one)))
         while self.path.stat().st_size > self._max_bytes and self._thin():
             pass

@@ -65,6 +65,9 @@ class Sink:
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Some trajectories to be read, at a step whose metrics were logged."""
 
+    def log_artifact(self, path: Path) -> None:
+        """A file or a folder of the run directory that is done, such as the trained model in model/."""
+
     def where(self) -> str:
         """The command that opens the record, or where it is; empty if there is nothing to say."""
         return ""
@@ -88,6 +91,9 @@ class FanOut(Sink):
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         self._each("log_samples", step, samples)
+
+    def log_artifact(self, path: Path) -> None:
+        self._each("log_artifact", path)
 
     def places(self) -> list[str]:
         """The places that the members' `where` names, without empty ones."""

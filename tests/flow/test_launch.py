@@ -15,10 +15,11 @@ from tests.flow.processes import RunHarness, _command_lines, wait_until
 FRESH = pytest.mark.fresh_processes
 
 
-@pytest.mark.shows("checkpoint.export_hf")
+@pytest.mark.shows("checkpoint.export_hf", "eval.directory", "run.profile_steps")
 @FRESH
 def test_a_launched_run_trains_and_leaves_a_report_and_a_model(harness: RunHarness):
-    launch = harness.launch("trainer.num_steps=6", "eval.every_steps=3", "hub.heartbeat_s=0.2")
+    launch = harness.launch("trainer.num_steps=6", "eval.every_steps=3", "hub.heartbeat_s=0.2",
+                            "run.profile_steps=[2]", f"eval.directory={harness.path / 'evals'}")
 
     assert harness.finish(launch, 120) == 0, harness.logs()
     summary, rows = harness.summary(), harness.metrics()
@@ -31,10 +32,14 @@ def test_a_launched_run_trains_and_leaves_a_report_and_a_model(harness: RunHarne
     assert "evaluation" in printed and "report.html" in printed
     assert (harness.status()["state"], harness.status()["version"]) == ("finished", 6)
     assert harness.leftovers() == []
+    trace = (harness.run_dir / "profile" / "step-000002-rank-0.json").read_text()
+    assert all(f'"streamrl: {stage}"' in trace for stage in ("wait", "forward_backward", "publish"))
     samples = read_samples(harness.run_dir)
     assert Counter((one.kind, one.step) for one in samples) == (
         {("train", step): 4 for step in range(1, 7)} | {("eval", version): 8 for version in (0, 3, 6)}
     )
+    evaluated = {path.name: path.read_bytes().count(b"\n") for path in (harness.path / "evals").iterdir()}
+    assert evaluated == {f"eval_step_{step:06d}.jsonl": 8 for step in (0, 3, 6)}
     assert all(one.actor in ("actor-0", "actor-1") and one.prompt and one.tokens for one in samples)
     model = AutoModelForCausalLM.from_pretrained(harness.run_dir / "model")
     AutoTokenizer.from_pretrained(harness.run_dir / "model")

@@ -104,6 +104,17 @@ def test_a_stopped_and_a_killed_run_go_on_to_the_same_bits(folder):
         assert rows == {row["step"]: row["supervised/loss"] for row in whole if "supervised/loss" in row}
 
 
+@pytest.mark.shows("checkpoint.directory")
+def test_checkpoints_go_to_another_disk_and_the_run_goes_on_from_them(folder):
+    run(folder, "sft", *words_for("answers", "elsewhere", 2, "checkpoint.directory=disk"))
+    run(folder, "resume", "elsewhere", "trainer.num_steps=3")
+
+    home = folder / "disk" / (folder / "elsewhere" / "run_id").read_text()
+    assert [path.name for path in sorted(home.iterdir())] == ["ckpt-00000002", "ckpt-00000003"]
+    assert (folder / "elsewhere" / "ckpt-00000003").resolve() == home / "ckpt-00000003"
+    assert [row["step"] for row in read_metrics(folder / "elsewhere" / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
 def test_the_starting_model_may_go_without_a_held_out_loss(folder):
     run(folder, "sft", *words_for("answers", "late", 2, "eval.at_start=false"))
 

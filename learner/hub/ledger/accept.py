@@ -299,7 +299,7 @@ class Acceptance(Part):
                 self.actors.detach(record, revoke=not current)
             self.counts["num_eval_groups"] += 1
             self.evals.finish(record, scored[0], frame, Delivery(actor.actor_id, actor.incarnation, group.seq),
-                              group.answers[0] if group.answers else "")
+                              group.answers[0] if group.answers else "", len(group.members[0].turns))
         elif current:
             self.actors.release(group.group_id, now, failed=is_failure(group))
         return True

@@ -70,7 +70,11 @@ SUMS = {
     "generation_s": "episode_generation_s", "environment_s": "episode_environment_s",
 }
 """Name in a heartbeat's `stats` -> name among the hub's counters; seconds since the actor was ready."""
-P95 = "env_step_p95_s"
+LARGEST = {
+    "env_step_p95_s": "env_step_p95_s", "host_cpu_percent": "actor_cpu_percent", "rss_bytes": "actor_rss_bytes",
+    "gpu_percent": "actor_gpu_percent", "gpu_used_bytes": "actor_gpu_used_bytes",
+}
+"""The same of numbers of which the hub tells the largest of all actors, as of the slowest or busiest one."""
 
 
 class ActorLoads(Observer):
@@ -82,7 +86,7 @@ class ActorLoads(Observer):
     def __init__(self) -> None:
         self._sums = dict.fromkeys(SUMS.values(), 0.0)
         self._before: dict[str, Mapping[str, float]] = {}  # by the actor's name
-        self._p95: dict[str, float] = {}
+        self._newest: dict[str, Mapping[str, float]] = {}
 
     def joined(self, hello: Hello, *, is_new: bool) -> None:
         if is_new and hello.run_id is None:  # it has done nothing yet: all that it tells from now on counts
@@ -93,7 +97,7 @@ class ActorLoads(Observer):
             return
         before = self._before.get(actor_id)
         self._before[actor_id] = stats
-        self._p95[actor_id] = stats.get(P95, 0.0)
+        self._newest[actor_id] = stats
         if before is None:  # an actor of an earlier start of the learner: what it did before does not count here
             return
         for name, total in SUMS.items():
@@ -102,12 +106,14 @@ class ActorLoads(Observer):
     def remove(self, actor_id: str) -> None:
         """Drop a departed actor's counters."""
         self._before.pop(actor_id, None)
-        if len(self._p95) > 1:  # of the last one they stay: the end of the run is reported after it
-            self._p95.pop(actor_id, None)
+        if len(self._newest) > 1:  # of the last one they stay: the end of the run is reported after it
+            self._newest.pop(actor_id, None)
 
     def metrics(self) -> dict[str, float]:
-        """Report sums over the actors, and the step time of the one whose environments are slowest."""
-        return {**self._sums, P95: max(self._p95.values(), default=0.0)}
+        """Report sums over the actors, and the largest of some numbers."""
+        largest = {name: max((one.get(key, 0.0) for one in self._newest.values()), default=0.0)
+                   for key, name in LARGEST.items()}
+        return {**self._sums, **largest}
 
 
 class SandboxLevels(Observer):
@@ -127,6 +133,8 @@ class SandboxLevels(Observer):
         return {"sandbox_level": float(self._lowest)}
 
 
+PART, MAX_SUMS = "part_", 100
+"""Before the name of a part of the reward; actors may name so many that no more are told apart."""
 ENOUGH_GROUPS = 8
 ENOUGH_STEPS = 3
 
@@ -135,7 +143,7 @@ class Arrivals(Observer):
     """Training groups that are well-formed and no repetition, also those that are too old to be trained on."""
 
     def __init__(self) -> None:
-        names = ("trajectories", "reward", "reward_squared", "score", "tokens", "bytes", "failed_groups")
+        names = ("trajectories", "reward", "reward_squared", "score", "tokens", "bytes", "failed_groups", "cut")
         self._sums = Counter(dict.fromkeys(names, 0.0))
         self._lowest, self._highest = math.inf, -math.inf
 
@@ -155,8 +163,11 @@ class Arrivals(Observer):
             trajectories=len(members), reward=sum(rewards), reward_squared=sum(reward * reward for reward in rewards),
             score=sum(member.scores.get("score", member.reward) for member in members),
             tokens=sum(end - start for member in members for start, end in member.mask), bytes=arrival.num_bytes,
-            failed_groups=bool(group.num_failed_episodes),
+            failed_groups=bool(group.num_failed_episodes), cut=sum(member.cut for member in members),
         )
+        for name, value in ((name, value) for member in members for name, value in member.scores.items()):
+            if name != "score" and (PART + name in self._sums or len(self._sums) < MAX_SUMS):
+                self._sums[PART + name] += value
 
     def metrics(self) -> dict[str, float]:
         return {ARRIVED + name: value for name, value in self._sums.items()}

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from streamrl.metrics.samples import Sample
@@ -64,6 +65,12 @@ class MlflowSink(Sink):
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         table = {name: [row[at] for row in rows_of(samples)] for at, name in enumerate(COLUMNS)}
         self._client.log_table(self._run_id, table, f"samples/step-{step:06d}.json")
+
+    def log_artifact(self, path: Path) -> None:
+        if path.is_dir():
+            self._client.log_artifacts(self._run_id, str(path), path.name)
+        else:
+            self._client.log_artifact(self._run_id, str(path))
 
     def where(self) -> str:
         if not self._uri.startswith("sqlite:"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from streamrl.metrics.sinks import Sink, TrackedRun
@@ -29,6 +30,9 @@ class TrackioSink(WandbSink):
             project=self._of.project, name=self._of.run_dir.resolve().name, config=dict(config), resume="allow",
             embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )
+
+    def log_artifact(self, path: Path) -> None:
+        """Keep none: it has tables and curves only."""
 
     def where(self) -> str:
         from trackio.utils import TRACKIO_DIR

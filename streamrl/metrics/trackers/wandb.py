@@ -55,6 +55,13 @@ class WandbSink(Sink):
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         self._run.log({"samples": self._library.Table(columns=list(COLUMNS), data=rows_of(samples))}, step=step)
 
+    def log_artifact(self, path: Path) -> None:
+        kind = "model" if path.is_dir() else "record"
+        artifact = self._library.Artifact(f"{self._run.id}-{path.name}", type=kind)
+        add = artifact.add_dir if path.is_dir() else artifact.add_file
+        add(str(path), policy="immutable")  # no second copy of the weights in a home directory
+        self._run.log_artifact(artifact)
+
     def where(self) -> str:
         if self._online:
             return str(self._run.url)

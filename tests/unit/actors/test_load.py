@@ -1,11 +1,12 @@
 """Where an actor's time goes: idle, starved, in environments, and how long their steps take."""
 
 import asyncio
+import os
 from contextlib import ExitStack
 
 import pytest
 
-from actors.load import LoadMeter
+from actors.load import LoadMeter, UseMeter
 from actors.rollout import run_group
 from actors.runtime import ActorRuntime
 from streamrl.environment import Step
@@ -105,3 +106,17 @@ async def test_an_episode_fills_the_meter_from_its_engine_and_its_environment():
     assert after["generation_s"] > 0.0 and after["environment_s"] > after["env_step_p95_s"] > 0.0
     await asyncio.sleep(0)
     assert runner.load.numbers()["generation_s"] == after["generation_s"]
+
+
+def test_the_use_of_host_and_gpu_is_measured_without_a_context_on_the_gpu(monkeypatch, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    known, used = r"0, GPU-a, 1, 1\n1, GPU-b, 1, 1\n", r"40, 1000\n95, 2000\n"
+    smi.write_text(f"#!/bin/sh\ncase $1 in --id=0,1) printf '{used}';; *) printf '{known}';; esac\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    meter = UseMeter()
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(meter.watch(), 3))
+    assert (meter.numbers["gpu_percent"], meter.numbers["gpu_used_bytes"]) == (95.0, 2000 * 2**20)
+    assert meter.numbers["rss_bytes"] > 1e7 and 0.0 <= meter.numbers["host_cpu_percent"] <= 100.0

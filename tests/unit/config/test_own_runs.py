@@ -26,7 +26,7 @@ from streamrl.verbs.runs import find_run
 
 ROOT = Path(__file__).parents[3]
 TEXT = re.compile(r"Any|dict\[.*\]|(str|list\[str\])(\|null)?")
-NO_TEXT = re.compile(r"(int|float|bool|list\[float\])(\|null)?|[a-z0-9_]+(\|[a-z0-9_]+)+")
+NO_TEXT = re.compile(r"(int|float|bool|list\[(float|int)\])(\|null)?|[a-z0-9_]+(\|[a-z0-9_]+)+")
 REFUSED = "is not signed as a run of yours, and asks for"
 
 

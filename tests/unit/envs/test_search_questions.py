@@ -1,7 +1,11 @@
 """Search-R1-style questions: searches are answered inside the model's message, answers compared, files read."""
 
 import json
+import re
+import subprocess
+import sys
 
+import httpx
 import pytest
 
 from actors.settings import episode_rules
@@ -101,3 +105,31 @@ def test_bad_options_are_refused(tmp_path) -> None:
         file_task(tmp_path, "env.options.num_people=30")
     with pytest.raises(StreamrlError, match="set env.tool_use.documents=FILE"):
         file_task(tmp_path, "env.tool_use.documents=null")
+
+
+@pytest.fixture
+def service(tmp_path):
+    """The address of examples/search_service.py over two documents."""
+    (tmp_path / "corpus.jsonl").write_text(
+        '{"title": "Oslo", "contents": "Oslo is the capital of Norway."}\n{"contents": "Bergen has rain."}\n'
+    )
+    command = [sys.executable, "-m", "examples.search_service", str(tmp_path / "corpus.jsonl"), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield re.search(r"http://\S+", process.stdout.readline())[0].removesuffix("/retrieve")  # type: ignore[index]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_questions_are_answered_by_a_search_service_in_both_forms(tmp_path, service: str) -> None:
+    task = file_task(tmp_path, f"env.tool_use.documents={service}/retrieve")
+    env = task.env()
+    env.reset(task.record("train", 0))
+    found = env.step("<search>capital norway rain</search>").text
+    assert found.startswith("\n<information>Doc 1: Oslo\nOslo is the capital of Norway.\nDoc 2: Bergen has rain.")
+    passage = httpx.post(f"{service}/search", json={"query": "capital"}, trust_env=False).json()["passage"]
+    assert passage == "Doc 1: Oslo\nOslo is the capital of Norway."
+    with pytest.raises(TaskError, match="nowhere gave no documents"):
+        file_task(tmp_path, f"env.tool_use.documents={service}/nowhere").env().step("<search>capital</search>")
+    assert httpx.get(f"{service}/health", trust_env=False).json() == {"documents": 2}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
+from learner.checkpoint.checkpoint import checkpoint_home, find_checkpoint, save_checkpoint
 from learner.checkpoint.run_lock import lock_run_dir
 from learner.checkpoint.shards import Box
 from learner.data.packing import pack
@@ -23,6 +23,7 @@ from learner.model.policy import load_policy
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import OptimizerConfig
 from streamrl.errors import CheckpointError, RunLockedError
+from streamrl.weights.saved import read_version, saved_versions
 from tests.kit.learning import OneBatch, batch, make_objective, plan_of
 
 HERE = Path(__file__).parent
@@ -346,3 +347,21 @@ def test_a_newer_epoch_on_disk_fences_the_older_learner(tmp_path):
     with pytest.raises(RunLockedError, match="EPOCH is 2, this learner has epoch 1"):
         lock.check()
     lock.release()
+
+
+def test_checkpoints_may_stand_on_another_disk_and_are_found_and_removed_through_links(training, tmp_path):
+    run_dir = tmp_path / "run"
+    home, others = checkpoint_home(str(tmp_path / "disk"), "r-1"), tmp_path / "disk" / "others"
+    others.mkdir(parents=True)
+    run_dir.mkdir()
+    for _ in range(3):
+        training.step().save(run_dir, home=home)
+
+    assert sorted(path.name for path in home.iterdir()) == ["ckpt-00000002", "ckpt-00000003"]
+    assert {path.is_symlink() for path in run_dir.glob("ckpt-*")} == {True} and others.exists()
+    assert saved_versions(run_dir) == [2, 3] and dict(read_version(run_dir, 3))
+    assert find_checkpoint(run_dir, ALONE).version == 3
+
+    (tmp_path / "disk").rename(tmp_path / "unplugged")
+    with pytest.raises(CheckpointError, match=f"leads to {home}/ckpt-0000000[23], which is not there"):
+        find_checkpoint(run_dir, ALONE)

@@ -70,6 +70,9 @@ def test_values_start_at_zero_and_come_to_explain_the_rewards(checkpoints, kind,
     assert first.explained_variance == pytest.approx(0.0, abs=1e-6)
     assert last.explained_variance > 0.3
     assert last.loss < 0.7 * first.loss
+    assert 0.0 < last.value_error < first.value_error and first.return_variance > 0.0 and last.clip_fraction == 0.0
+    clipped = Scene(checkpoints["qwen3-tied"], replace(config, clip=1e-6, num_steps=10), estimator).fit()
+    assert clipped.clip_fraction == pytest.approx(0.9, abs=0.03), "in all steps of the batch but the first"
 
 
 @pytest.mark.parametrize("kind", ["head", "model"])

@@ -10,9 +10,11 @@ import pytest
 from learner.record.recorder import EVALUATIONS, Recorder, hub_keys
 from streamrl.config.load import load_config
 from streamrl.config.schema import EvalConfig
+from streamrl.errors import ConfigError
 from streamrl.messages import EvalResult, HubStatus
 from streamrl.metrics.meter import Meter
 from streamrl.metrics.run_record import read_metrics
+from streamrl.metrics.sinks import FanOut
 
 
 def test_counters_get_their_names_and_sums_that_only_make_means_stay_out():
@@ -72,10 +74,11 @@ def test_each_set_has_keys_and_a_line_of_its_own_with_the_estimates_of_its_answe
 
 def test_one_answer_to_each_prompt_has_no_pass_at_k(recorded):
     recorder, written = recorded
-    recorder.evaluated(result(prompt_scores=((1.0,), (0.0,)), prompt_answers=(("4",), ("6",))), EvalConfig())
+    one = result(prompt_scores=((1.0,), (0.0,)), prompt_answers=(("4",), ("6",)), mean_turns=2.5)
+    recorder.evaluated(one, EvalConfig())
     row, lines = written()
     assert not any("pass_at" in key or "maj_at" in key for key in row)
-    assert list(lines[0]["estimates"]) == ["avg@1"]
+    assert list(lines[0]["estimates"]) == ["avg@1"] and row["eval/num_turns"] == 2.5
 
 
 def test_the_row_has_the_newer_of_two_evaluations_whichever_ended_first(recorded):
@@ -108,3 +111,18 @@ def test_a_full_disk_under_the_records_does_not_end_the_run(recorded, tmp_path, 
 
     assert summary.steps == 4 and not (tmp_path / "summary.json").exists()
     assert f"{EVALUATIONS} was not written" in caplog.text and "summary.json was not written" in caplog.text
+
+
+@pytest.mark.shows("tracking.artifacts")
+@pytest.mark.parametrize("artifacts", [True, False])
+def test_trackers_get_the_model_and_the_record_at_the_end_if_asked_for(recorded, tmp_path, monkeypatch, artifacts):
+    recorder, written = recorded
+    taken = []
+    monkeypatch.setattr(FanOut, "log_artifact", lambda self, path: taken.append(path.name))
+    recorder._config.tracking.artifacts = artifacts
+    (tmp_path / "model").mkdir()
+    written()
+    recorder.close(4, None, version=4, epoch=1)
+    assert taken == ["model", "config.yaml", "summary.json", "report.html"] * artifacts
+    with pytest.raises(ConfigError, match=r"tracking.artifacts=true with tracking.trackers=\['tensorboard'\]"):
+        load_config(["experiment=quickstart", "tracking.trackers=[tensorboard]", "tracking.artifacts=true"])

@@ -37,6 +37,11 @@ def record(name: str, run_dir: Path, *steps: int, resume_step: int | None = None
         for step in steps:
             sinks.log_metrics(step, {"reward/mean": step / 4, "lag/token": {1: 10, 3: 2}, "empty": {}})
             sinks.log_samples(step, SAMPLES)
+        (run_dir / "model").mkdir(exist_ok=True)
+        for path in (run_dir / "model" / "weights.bin", run_dir / "config.yaml"):
+            path.write_text("a: 1\n")
+        for path in (run_dir / "model", run_dir / "config.yaml"):
+            sinks.log_artifact(path)
         places = sinks.places()
     assert sinks.num_failures == {}
     return places
@@ -81,6 +86,8 @@ def test_mlflow_keeps_one_run_with_parameters_metrics_and_a_table(tmp_path, monk
     assert [(one.step, one.value) for one in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     table = json.loads(Path(client.download_artifacts(run.info.run_id, "samples/step-000002.json")).read_text())
     assert table["columns"] == list(COLUMNS) and table["data"] == rows_of(SAMPLES)
+    for artifact in ("model/weights.bin", "config.yaml"):
+        assert Path(client.download_artifacts(run.info.run_id, artifact)).read_text() == "a: 1\n"
     assert place.startswith(f"mlflow ui --backend-store-uri {store}")
 
 
@@ -123,12 +130,15 @@ def test_trackio_keeps_one_run_in_its_own_directory(tmp_path):
 
 
 def test_wandb_writes_a_record_that_can_be_synced(tmp_path):
-    printed = record_elsewhere("wandb", tmp_path / "run", WANDB_SILENT="true")
+    data = tmp_path / "data"
+    printed = record_elsewhere("wandb", tmp_path / "run", WANDB_SILENT="true", WANDB_DATA_DIR=str(data))
 
     synced = [Path(line.removeprefix("wandb sync ")) for line in printed if line.startswith("wandb sync ")]
     assert len(synced) == 2 and all(list(path.glob("*.wandb")) for path in synced)
     tables = list((tmp_path / "run" / "wandb").rglob("*.table.json"))
     assert json.loads(tables[0].read_text())["columns"] == list(COLUMNS)
+    written = next(synced[0].glob("*.wandb")).read_bytes()
+    assert b"r-12ab-model" in written and b"r-12ab-config.yaml" in written
 
 
 def test_a_table_shows_what_a_model_said_and_renders_none_of_it():

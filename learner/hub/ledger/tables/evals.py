@@ -50,6 +50,7 @@ class EvalRun:
     dataset: str = ""
     pin: Pin | None = None
     answers: dict[int, str] = field(default_factory=dict)  # group id -> final answer
+    turns: dict[int, int] = field(default_factory=dict)  # group id -> their number
     num_unanswered: int = 0
 
     @property
@@ -101,6 +102,7 @@ class EvalRun:
             dataset=self.dataset, num_unanswered=self.num_unanswered,
             prompt_answers=tuple(tuple(self.answers.get(one.group_id, "") for one in some) for some in answered),
             versions=(min(versions), max(versions)) if versions else None,
+            mean_turns=_mean([self.turns.get(record.group_id, 1) for record in self.records if record.members]),
         )
 
 
@@ -183,12 +185,13 @@ class EvalTable:
         return run.records[index] if run is not None and index < len(run.records) else None
 
     def finish(
-        self, record: GroupRecord, summary: MemberSummary, frame: bytes, delivery: Delivery, answer: str = ""
+        self, record: GroupRecord, summary: MemberSummary, frame: bytes, delivery: Delivery, answer: str = "",
+        num_turns: int = 1,
     ) -> None:
         """Note the score of a prompt, whichever actor held the lease."""
         record.members[0], record.lease, record.state = summary, None, GroupState.HELD
         run = self.run_of(record)
-        run.answers[record.group_id] = answer
+        run.answers[record.group_id], run.turns[record.group_id] = answer, num_turns
         if record.prompt_index in run.keep and record.pass_index == 0:
             record.frames, record.deliveries = [bytes(frame)], [delivery]
         if record in run.waiting:

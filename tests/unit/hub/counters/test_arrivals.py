@@ -1,6 +1,7 @@
 """What actors deliver is measured before age and filters decide about it; what they spend time on is added up."""
 
 import pytest
+from msgspec.structs import replace
 
 from learner.hub.ledger.tables.filters import zero_std
 from learner.hub.observers.counters import ActorLoads, Arrival, Arrivals
@@ -29,6 +30,13 @@ def test_sums_are_over_the_training_trajectories_that_came_through():
     assert (found["arrived_tokens"], found["arrived_failed_groups"]) == (3 * tokens, 1)
 
 
+def test_parts_of_rewards_and_cut_answers_are_counted_before_any_filter():
+    arrivals = Arrivals()
+    one = replace(member(0, [(1, 0)], scores={"score": 1.0, "form": 0.5}), finish="length")
+    arrivals.group(Arrival("a", replace(group(), members=(one, replace(one, finish="stop"))), 1))
+    assert (arrivals.metrics()["arrived_part_form"], arrivals.metrics()["arrived_cut"]) == (1.0, 1)
+
+
 def test_groups_with_equal_rewards_are_counted_before_the_filter_drops_them():
     ledger = make_ledger(keep_group=zero_std())
     actor = joined(ledger, "a")
@@ -46,8 +54,10 @@ def test_the_time_of_actors_is_added_up_as_they_come_and_go():
     loads.beat("a", {"busy_s": 0.0}, 0.0)  # still loading
     loads.beat("a", {"up_s": 2.0, "idle_s": 1.0, "env_step_p95_s": 0.3}, 0.0)
     loads.beat("b", {"up_s": 90.0, "idle_s": 90.0, "env_step_p95_s": 0.1}, 0.0)  # known to the learner before this one
-    loads.beat("b", {"up_s": 93.0, "idle_s": 91.0, "env_step_p95_s": 0.7}, 0.0)
+    use = {"host_cpu_percent": 90.0, "rss_bytes": 5e9, "gpu_percent": 70.0, "gpu_used_bytes": 6e10}
+    loads.beat("b", {"up_s": 93.0, "idle_s": 91.0, "env_step_p95_s": 0.7, **use}, 0.0)
     found = loads.metrics()
+    assert [found[f"actor_{name}"] for name in ("cpu_percent", "rss_bytes", "gpu_percent")] == [90.0, 5e9, 70.0]
     assert (found["actor_s"], found["actor_idle_s"], found["env_step_p95_s"]) == (5.0, 2.0, 0.7)
 
     loads.remove("b")

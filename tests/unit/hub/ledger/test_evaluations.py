@@ -1,10 +1,11 @@
 """Evaluations of several sets, and those whose every answer is made by one version."""
 
+import msgspec
 import pytest
 
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.evals import EvalSource
-from streamrl.messages import EvalResult, Lease, Purpose, Sampling, VersionRef
+from streamrl.messages import EvalResult, Lease, Purpose, Sampling, Turn, VersionRef
 from tests.unit.hub.factories import FakeActor, ledger_arguments, publish, settings
 
 KEEP_S = 50.0
@@ -63,6 +64,18 @@ def test_the_final_answers_come_back_beside_the_scores():
     for lease, answer in zip(evals_of(actor, 4), ("7", "8", "9", "9"), strict=True):
         actor.finish(lease, answers=(answer,))
     assert result_of(ledger).prompt_answers == (("7", "8"), ("9", "9"))
+
+
+def test_the_turns_of_answers_are_counted():
+    ledger = make_ledger()
+    (actor,) = actors(ledger, "a")
+    ledger.evals.request(1, 0, 2)
+    first, second = evals_of(actor, 2)
+    actor.finish(first)
+    group = actor.group(second)
+    member = msgspec.structs.replace(group.members[0], turns=(Turn(0, 1, 0.5), Turn(1, 2, 0.5)), reward=1.0)
+    assert actor.send(msgspec.structs.replace(group, members=(member,))).kind == "accepted"
+    assert result_of(ledger).mean_turns == 1.5
 
 
 @pytest.mark.shows("eval.pin")
