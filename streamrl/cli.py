@@ -29,6 +29,7 @@ USAGE = f"""streamrl {__version__}: asynchronous off-policy RL for language mode
   streamrl eval MODEL_OR_RUN [key=value ...]      score a model on held-out prompts, without a learner
   streamrl chat MODEL_OR_RUN                      talk to it
   streamrl serve MODEL_OR_RUN                     serve it to agents through the OpenAI and Anthropic APIs
+  streamrl push RUN[@N] OWNER/NAME                its model on the Hugging Face hub
   streamrl settings [--common] [WORD ...]         settings with type, default and meaning
   streamrl tasks [WORD ...]                       the tasks that come with it, and their options
   streamrl relay --learner tcp://HOST:PORT        pass weights on to many actors; see streamrl relay --help
@@ -102,7 +103,7 @@ MODULES = {
     "keys": "streamrl.transport.keys", "slurm": "streamrl.verbs.slurm", "relay": "streamrl.weights.pull.relay",
     "stream": "streamrl.verbs.stream", "bundle": "streamrl.verbs.bundle", "status": "streamrl.verbs.status",
     "scale": "streamrl.verbs.actors", "drain": "streamrl.verbs.actors", "resume": "streamrl.verbs.resume",
-    "samples": "streamrl.report.sample_view",
+    "samples": "streamrl.report.sample_view", "push": "streamrl.verbs.push",
 }
 """Command -> the module with a function of that name, which gets the words."""
 
