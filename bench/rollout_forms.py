@@ -1,4 +1,4 @@
-"""How many tokens a second does the native engine give in each form of its pass on a CPU?
+"""Tokens per second of the native engine on a CPU, in each form of its pass.
 
 `modules` calls transformers' own code; `lean` does the same sums without it; `packed` also keeps large matrices in the
 order that the processor's kernels read, which is what a run gets; `int8` computes their products in int8

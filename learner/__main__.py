@@ -124,7 +124,7 @@ def check_only(words: list[str]) -> int:
 
 
 def choices_on(device: torch.device, loaded: Loaded, notify: Callable[[str], None]) -> list[Choice]:
-    """What the planner chooses for a GPU; its libraries are loaded only there."""
+    """Ask the planner for a GPU's settings; its libraries are loaded only there."""
     if device.type == "cpu" and not loaded.choices:
         return []
     from learner.fit.by_device import choose

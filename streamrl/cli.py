@@ -173,7 +173,7 @@ def launch(overrides: list[str]) -> int:
 
 
 def debug(words: list[str]) -> int:
-    """One run in this process, for a debugger."""
+    """Start a run in this process, for a debugger."""
     from streamrl.config.hydra_words import read_command_line
     from streamrl.launch import launch_run
     from streamrl.supervise.one_process import DEBUG_WORDS

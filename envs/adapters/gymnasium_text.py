@@ -68,7 +68,7 @@ class GymnasiumEnv:
 
     @property
     def close(self) -> Callable[[], Any]:
-        """That of the environment, if it has one."""
+        """Call the environment's own, if it has one."""
         return self._env.close  # type: ignore[attr-defined]
 
     def _said(self, observation: Any, method: str) -> ChatMessage:

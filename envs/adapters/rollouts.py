@@ -51,7 +51,7 @@ class RolloutEnv:
 
     @property
     def close(self) -> Callable[[], Any]:
-        """That of the object whose method plays, if it has one."""
+        """Call the one of the object whose method plays, if it has one."""
         return self._function.__self__.close  # type: ignore[attr-defined]
 
 

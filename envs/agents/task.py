@@ -216,7 +216,7 @@ class AgentEnv:
 
     @property
     def close(self) -> Callable[[], Any]:
-        """That of the environment, if it has one."""
+        """Call the environment's own, if it has one."""
         return self._judge.close  # type: ignore[attr-defined]
 
 

@@ -97,7 +97,7 @@ class ToolEnv:
 
     @property
     def close(self) -> Callable[[], Any]:
-        """That of the environment, if it has one."""
+        """Call the environment's own, if it has one."""
         return self._env.close  # type: ignore[attr-defined]
 
     async def _answer(self, asked: ToolCall | BadCall) -> ChatMessage:

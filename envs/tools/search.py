@@ -106,7 +106,7 @@ class SearchService:
 
 
 def library_of(documents: str, num_results: int) -> Library | SearchService:
-    """What `env.tool_use.documents` names: a file, or the URL of a service."""
+    """Open `env.tool_use.documents`: a file, or the URL of a service."""
     if documents.startswith(("http://", "https://")):
         return SearchService(documents, num_results)
     return Library(partial(open_source, documents, setting="env.tool_use.documents"), num_results)

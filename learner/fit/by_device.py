@@ -38,7 +38,7 @@ _WEIGHTS_ON_DEVICE = 3  # of a native engine that receives a version on its GPU
 
 
 def choose(loaded: Loaded, device: torch.device, notify: Callable[[str], None]) -> list[Choice]:
-    """What is chosen for this machine beyond `loaded.choices`, or in place of one of them; the config gets it, too.
+    """Choose for this machine beyond `loaded.choices`, or in place of one of them; the config gets the choices, too.
 
     Args:
         notify: called with a line about what takes long or cannot be told.

@@ -80,7 +80,7 @@ def train_sampling(sampling: schema.SamplingConfig) -> Sampling:
 
 
 def sampling_rule(config: schema.Config) -> SamplingRule:
-    """How training groups and their members differ in sampling."""
+    """Sampling of training groups and of their members, where they differ."""
     train = config.rollout.train
     own = {"temperature": train.member_temperatures, "top_p": train.member_top_p}
     members = [

@@ -284,7 +284,7 @@ def _skeleton(
 
 
 def _reads_rows(path: Path, ranks: Ranks) -> bool:
-    """Whether the files hold every weight under its own name, on all ranks; a collective call."""
+    """Tell whether the files hold every weight under its own name, on all ranks; a collective call."""
     model = empty_model(path, dtype=torch.float32, attention=ATTENTION)
     return ranks.maximum(float(not ModelFiles(path).hold(model))) == 0.0
 

@@ -275,7 +275,7 @@ def check_losses(dpo: DpoConfig, reference: ReferenceConfig) -> None:
 
 
 def needs_reference(dpo: DpoConfig) -> bool:
-    """Whether the loss compares with a reference model."""
+    """Tell whether the loss compares with a reference model."""
     return dpo.loss in (DpoLoss.sigmoid, DpoLoss.ipo)
 
 

@@ -154,7 +154,7 @@ class AdvantageConfig:
     segment_tokens: PositiveInt = 32
     """Tokens of one block."""
     bootstrap_truncated: bool = True
-    """With a critic: its value of the end stands for what an answer that was cut by a limit could not earn any more,
+    """The critic's value of the end stands for what an answer that was cut by a limit could not earn any more,
     unless the environment had judged it; `false` ends there with 0."""
     weight_cap: Positive = 2.0
     """Cap of the sequence ratios that weigh siblings in `weighted_leave_one_out` and `opob`."""
@@ -270,13 +270,13 @@ class DistillConfig:
 @dataclass
 class DpoConfig:
     loss: DpoLoss = DpoLoss.sigmoid
-    """Of `streamrl dpo`: sigmoid (DPO), ipo, or without a reference model simpo and orpo, whose rewards are mean
+    """Loss of `streamrl dpo`: sigmoid (DPO), ipo, or without a reference model simpo and orpo, whose rewards are mean
     log-probs of tokens."""
     beta: Positive = 0.1
-    """Of `streamrl dpo`: weight of the log-ratio to the reference, the reward that the loss compares; of simpo of the
+    """Weight, in `streamrl dpo`, of the log-ratio to the reference, the reward that the loss compares; of simpo of the
     mean log-prob (usually 2), of ipo the size of the pull to the reference, of orpo the weight of the odds ratio."""
     margin: NonNegative = 0.0
-    """Of `dpo.loss=simpo`: what the better answer's reward is to exceed the other's by (gamma)."""
+    """Margin of `dpo.loss=simpo`: the better answer's reward is to exceed the other's by it (gamma)."""
     label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0
     """Share of the pairs that may be the wrong way round."""
     sft_weight: NonNegative = 0.0

@@ -321,7 +321,7 @@ class LaunchConfig:
     in_process: bool = False
     """Run learner, hub and one actor with the native engine as threads of one process, on the CPU: for debuggers."""
     debug: bool = False
-    """With `launch.in_process`, as `streamrl debug` sets it: environments and rewards are called in the main thread,
+    """For `launch.in_process`, set by `streamrl debug`: environments and rewards are called in the main thread,
     where breakpoint() stands, without a time limit or a check before the run; what they raise opens the debugger."""
 
 

@@ -68,7 +68,7 @@ class ToolUseConfig:
     call_reward: float = 0.0
     """Reward of a turn for each call in it that works; the score remains the task's."""
     error_penalty: float = 0.0
-    """What a turn loses for each call in it that fails."""
+    """Loss of a turn for each call in it that fails."""
     role: ToolRole = ToolRole.tool
     """Role of a tool's answer in the conversation; `user` for a chat template that knows no tools."""
     describe: bool = True
@@ -78,7 +78,7 @@ class ToolUseConfig:
     sandbox: Sandbox = Sandbox.auto
     """Of the python tool: `isolated` programs have no network and no files, `limited` ones only limits."""
     documents: str | None = None
-    """What the search tool searches: a file of records with a `text`, read as `data.path` is, or the URL of a search
+    """Documents of the search tool: a file of records with a `text`, read as `data.path` is, or the URL of a search
     service in Search-R1's form, such as examples/search_service.py."""
 
 

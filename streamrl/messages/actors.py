@@ -350,7 +350,7 @@ class Turn(Message):
     score: float | None = None
     """The environment's score of the turn, where that is another number than its reward."""
     finish: Word = ""
-    """What ended the turn: stop, length or abort; empty from an actor that does not say."""
+    """Reason why the turn ended: stop, length or abort; empty from an actor that does not say."""
 
 
 class SequenceStart(Message):
@@ -389,7 +389,7 @@ class Member(Message):
     agents: Annotated[tuple[Word, ...], Meta(max_length=MAX_SEQUENCES)] = ()
     """The agent that read each sequence, the first one's too; empty where none has a name."""
     sampling: Sampling | None = None
-    """How its tokens were drawn, where a lease had `samplings`; None is the group's."""
+    """Sampling of its tokens, where a lease had `samplings`; None is the group's."""
 
     @property
     def cut(self) -> bool:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 HEARS_S, LEAVES_S = 1.0, 5.0
-"""After the learner's end, how long the actor may take to hear of it, and then to end."""
+"""Seconds that the actor may take, after the learner's end, to hear of it, and then to end."""
 DEBUG_WORDS = (
     "launch.in_process=true", "launch.debug=true", "launch.num_actors=1", "launch.num_learner_ranks=1",
     "launch.standby_learner=false", "actors.engine=native", "actors.device=cpu", "run.device=cpu",
@@ -46,7 +46,7 @@ DEBUG_WORDS = (
 )
 """The settings of `streamrl debug`; words of the command line win over them."""
 PACKAGES = ("streamrl", "learner", "actors", "envs")
-"""What logs under these names is said by the run."""
+"""Loggers whose messages the run says itself."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 

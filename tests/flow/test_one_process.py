@@ -106,7 +106,7 @@ class Terminal:
         os.write(self._keys, f"{line}\n".encode())
 
     def wait_for(self, text: str) -> str:
-        """What was shown since the last line typed, once this is part of it."""
+        """Text shown since the last line typed, once this is part of it."""
         deadline = time.monotonic() + DEADLINE_S
         while text not in self.shown:
             assert self.read(deadline), f"ended without {text!r}:\n{self.shown}"

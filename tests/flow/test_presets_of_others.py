@@ -18,7 +18,7 @@ SMALL = (
     "policy.model_path=model", "policy.optimizer.name=adamw", "trainer.num_steps=2", "trainer.num_epochs=null",
     "rollout.num_prompts_per_step=2", "learner.mesh.context=1", "run.device=cpu", "run.dir=run",
 )
-"""What one machine without a GPU, and a model of two layers, can train; everything else is the preset's."""
+"""Settings that let one machine without a GPU train a model of two layers; everything else is the preset's."""
 RL = (
     "launch.num_learner_ranks=1", "launch.num_actors=1", "rollout.train.sampling.max_new_tokens=4",
     "rollout.max_prompt_tokens=1000", "filter={zero_std: false, accuracy_range: null}", "eval.every_steps=0",

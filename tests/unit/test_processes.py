@@ -1,4 +1,4 @@
-"""What the system tells of other processes."""
+"""The system's answers about other processes."""
 
 from __future__ import annotations
 

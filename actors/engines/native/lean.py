@@ -117,11 +117,11 @@ class LeanPass:
 
     @property
     def applies(self) -> bool:
-        """Whether the next pass may be lean: a hook that came later, anywhere in the model, would not be called."""
+        """The next pass may be lean unless a hook came later, anywhere in the model: it would not be called."""
         return not any(self._hooks)
 
     def ready(self, tensors: Mapping[str, Tensor]) -> Ready:
-        """What a pass reads of these weights, named as in a checkpoint; in any thread."""
+        """Weights that a pass reads, out of these, named as in a checkpoint; in any thread."""
         embedding = tensors["model.embed_tokens.weight"].data
         head = product([tensors.get("lm_head.weight", embedding)], [])
         layers = [self._layer(tensors, f"model.layers.{number}.") for number in range(self._num_layers)]
@@ -215,7 +215,7 @@ def _rotations(model: Any, max_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _hooks_of(model: nn.Module) -> list[Any]:
-    """Where modules keep their hooks; on the input of the output layer is one of the engine itself."""
+    """Attributes in which modules keep their hooks; the input of the output layer has one of the engine itself."""
     head = model.get_output_embeddings()
     before = [module._forward_pre_hooks for module in model.modules() if module is not head]
     return before + [module._forward_hooks for module in model.modules()]

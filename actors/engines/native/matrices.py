@@ -33,7 +33,7 @@ def lay_below(parameters: Sequence[Tensor]) -> None:
 
 
 def below_each_other(tensors: Sequence[Tensor]) -> Tensor:
-    """One matrix of several of one width: a view where they lie so in memory, else a copy."""
+    """Join matrices of one width: a view where they lie so in memory, else a copy."""
     first = tensors[0]
     end = first.data_ptr()
     for tensor in tensors:
@@ -106,7 +106,7 @@ def _multiply_bytes(levels: Tensor, packed: Tensor, scale: Tensor, zeros: Tensor
 
 @cache
 def multiplies_bytes() -> bool:
-    """Whether this processor adds products of bytes exactly; older ones cut sums of two off at 16 bits."""
+    """Test that this processor adds products of bytes exactly; older ones cut sums of two off at 16 bits."""
     weight = torch.full((32, 128), 127, dtype=torch.int8)
     levels = torch.full((3, 128), 255, dtype=torch.uint8)
     scale = torch.ones(32)

@@ -134,7 +134,7 @@ class SandboxLevels(Observer):
 
 
 PART, MAX_SUMS = "part_", 100
-"""Before the name of a part of the reward; actors may name so many that no more are told apart."""
+"""Prefix of a part of the reward; actors may name so many that no more are told apart."""
 ENOUGH_GROUPS = 8
 ENOUGH_STEPS = 3
 

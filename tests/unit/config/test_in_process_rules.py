@@ -1,4 +1,4 @@
-"""What a run in one process refuses, and how long a call of an environment may take without progress of its lease."""
+"""Refusals of a run in one process, and how long a call of an environment may take without progress of its lease."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def passes(forward: Forward, vocabulary: int) -> list[torch.Tensor]:
 
 @each("seed", range(24))
 def test_any_member_of_the_families_gets_the_logits_of_its_own_code(seed):
-    """As near to sums in float64 as the model's own code is in float32, which rounds in another order."""
+    """The error against float64 is like that of the model's own code in float32, which rounds in another order."""
     model = drawn(seed)
     lean, plain, wide = forward_of(model), forward_of(model), forward_of(copy.deepcopy(model).double())
     assert lean.lean is not None and wide.lean is None

@@ -36,7 +36,7 @@ class SamplingRule:
         return msgspec.structs.replace(base, temperature=base.temperature + way)
 
     def of_member(self, index: int) -> Sampling | None:
-        """That of a member; None if it is the group's."""
+        """Sampling of a member; None if it is the group's."""
         return self.members[index] if self.members else None
 
 
