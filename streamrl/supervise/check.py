@@ -55,4 +55,4 @@ def check_settings(config: Config, overrides: Sequence[str], caller: Caller) -> 
         raise ConfigError(answer)
     if code != 0:
         raise StreamrlError(f"the check of the settings ended with status {code}:\n{''.join(told).strip()}")
-    return [Choice(**one) for one in json.loads(answer)]
+    return [Choice(**one) for one in json.loads(answer or "[]")]

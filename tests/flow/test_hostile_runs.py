@@ -36,6 +36,7 @@ NAMED = (
 """Settings of somebody else's run that name code, a program, an address and keys, and allow themselves the code."""
 REFUSED: dict[str, list[list[str]]] = {
     "launch": [["RUN/config.yaml"], ["-m", "RUN/config.yaml", "staleness.eta=0,1"]],
+    "debug": [["RUN/config.yaml"]],
     "learner": [
         ["RUN/config.yaml"], ["--check", "RUN/config.yaml"], ["--check", "experiment=quickstart", "MODEL", "FROM"],
         ["--check", "experiment=quickstart", "MODEL", "distill.teacher=RUN@1"],
@@ -46,7 +47,7 @@ REFUSED: dict[str, list[list[str]]] = {
     "serve": [["RUN", "--port", "0"], ["RUN@1", "--port", "0"]],
     "replay": [["RUN"], ["RUN", "--rewards"]], "at": [["RUN@1"], ["RUN@1", "--out", "elsewhere"]],
     "what-if": [["RUN", "policy.optimizer.lr=1e-5"]], "bisect": [["RUN"]], "blame": [["RUN", "0..1"]],
-    "resume": [["RUN"]],
+    "resume": [["RUN"]], "push": [["RUN@1", "me/theirs"], ["RUN@best", "me/theirs"]],
     "verify": [["BUNDLE", "--level", "reward"], ["BUNDLE", "--level", "step,loss,draw"]],
 }
 """Command -> the ways in which it would use the settings of a run or a bundle."""
@@ -54,6 +55,7 @@ READ: dict[str, list[list[str]]] = {
     "bundle": [["RUN"], ["RUN", "--with-model"]], "stream": [["RUN"], ["RUN", "--export", "out.json"]],
     "status": [["RUN"]], "scale": [["RUN", "2"]], "drain": [["RUN", "a"]], "report": [["RUN"]], "samples": [["RUN"]],
     "verify": [["BUNDLE", "--level", "hash"]], "fit": [["RUN"], ["RUN/config.json"]], "reward-model": [["RUN"]],
+    "push": [["RUN", "me/theirs"]],
 }
 """Command -> the ways in which it reads their files, and uses no setting."""
 NEITHER = {"settings", "tasks", "keys", "join", "relay", "actor"}
