@@ -192,6 +192,7 @@ class Trainer:
     ) -> TrainedBatch:
         """The optimizer steps of a batch, one after each minibatch of each epoch."""
         batch, passes = list(chain.from_iterable(minibatches)), minibatches * self.settings.num_epochs
+        unsplit = [list(minibatch) for minibatch in minibatches]  # as they are scored, of which the critic has states
         networks, total, results, critic = self.networks, Meter(), [], None
         for number, minibatch in enumerate(passes):
             if number:
@@ -206,7 +207,7 @@ class Trainer:
                 plan = self._accumulate(plan, minibatch, statistics)
             if number == 0 and networks.critic is not None:
                 with self.clock.timed("critic"):
-                    critic = networks.critic.fit(batch, plan.critic_targets, step=self.step)
+                    critic = networks.critic.fit(unsplit, plan.critic_targets, step=self.step)
             with self.clock.timed("optimizer"):
                 meter = statistics.finish()
                 result = optimizer_step(

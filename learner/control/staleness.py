@@ -156,15 +156,16 @@ class StalenessControl:
     Args:
         rule: lag rule of these settings.
         soft_max_lag: the lag beyond which tokens are masked or discounted, where the mode does so.
+        every_steps: batches from one publication to the next.
     """
 
     def __init__(
         self, staleness: StalenessConfig, loss: LossConfig, scheduler: SchedulerConfig, when: PublishWhen, *,
-        rule: LagRule, soft_max_lag: int,
+        rule: LagRule, soft_max_lag: int, every_steps: int = 1,
     ) -> None:
         self._adaptive, self._scheduler = staleness.adaptive, scheduler
         self._needs_m2 = loss.zscore_bound is not None
-        self._publish_on_drift = when is PublishWhen.drift
+        self._publish_on_drift, self._every_steps = when is PublishWhen.drift, every_steps
         self._opsm_on_drift = loss.opsm_delta is not None and loss.opsm_when is OpsmWhen.over_budget
         self._eta, self._mode, self._decay = rule.eta, staleness.mode, staleness.decay
         self._rule, self._steps = rule, rule.steps_per_batch
@@ -273,7 +274,8 @@ class StalenessControl:
         self._report(before, ess, grad_norm)
 
     def publish_due(self, version: int, *, asked_for: bool = False) -> bool:
-        """Whether this version should be published: always, or once the drift since the last one is large enough.
+        """Whether this version should be published: always, every so many batches, or once the drift since the last
+        one is large enough.
 
         Actors that generate from an older version lose lead. At most half of the lead may be lost so, or they would get
         no leases and training would stop. `asked_for`: an evaluation waits for this very version.
@@ -282,6 +284,8 @@ class StalenessControl:
             return True
         behind = version - self._published
         if behind <= 0:
+            return False
+        if self._every_steps > 1 and not asked_for and behind < self._steps * min(self._every_steps, self.eta + 1):
             return False
         if asked_for or not self._publish_on_drift or self.tracker.model is None:
             return True

@@ -44,7 +44,7 @@ GIB = 1 << 30
 RESERVED = int(1.5 * GIB)
 """The CUDA context, NCCL and cuBLAS on each GPU: assumed, as no GPU was measured."""
 _DEPTHS = (4, 6)  # from four on, FSDP2 has as many layers gathered at once as it ever has
-_SDPA = "sdpa"
+_PLAIN = ("sdpa", "eager")
 
 
 class Sections(Protocol):
@@ -105,7 +105,7 @@ def job_of(config: Sections, *, longest: int, on_gpu: bool) -> Job:
     return Job(
         config.policy, mesh, on_gpu, dtype, longest=longest, chunk_tokens=learner.logprob_chunk_tokens,
         tokens=min(learner.max_row_tokens, max(longest, batch // mesh.dp_size)),
-        flash=learner.attention.name != _SDPA,
+        flash=learner.attention.name not in _PLAIN,
         reduce_once=learner.reduce_once, reshard_after_forward=learner.reshard_after_forward,
         frozen_copies=tuple(copies),
         critic_model=find_estimator(config.advantage.estimator).needs_critic and config.critic.kind is CriticKind.model,

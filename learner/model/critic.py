@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -82,18 +83,20 @@ class Critic:
         of_actions: it gives action advantages too.
         clip: bound on how far a value may move from its old one within the loss; None is off.
         num_steps: passes over the batch, one optimizer step each.
+        by_minibatch: a step for each of the policy's minibatches in every pass.
         moments: decayed sums of 1, targets and their squares; float64.
     """
 
     def __init__(
         self, module: nn.Module, last: nn.Linear, optimizer: torch.optim.Optimizer, schedule: Schedule, *, ranks: Ranks,
         reads_policy: bool, of_actions: bool, clip: float | None, num_steps: int, max_grad_norm: float,
-        moments: Tensor,
+        moments: Tensor, by_minibatch: bool = False,
     ) -> None:
         self.module, self.optimizer, self._last, self.moments = module, optimizer, last, moments
         self.reads_policy, self.of_actions = reads_policy, of_actions
         self._schedule, self._ranks = schedule, ranks
         self._clip, self._num_steps, self._max_grad_norm = clip, num_steps, max_grad_norm
+        self._by_minibatch = by_minibatch
         self._seen: dict[tuple[int, ...], Inspected | None] = {}
         self._num_clipped = 0.0
 
@@ -109,24 +112,29 @@ class Critic:
         return {"values": batch.padded(values), "bootstrap": ends, "action_values": found}
 
     def fit(
-        self, micro_batches: Sequence[MicroBatch], targets_of: Callable[[MicroBatch], Targets], *, step: int
+        self, minibatches: Sequence[Sequence[MicroBatch]], targets_of: Callable[[MicroBatch], Targets], *, step: int
     ) -> CriticResult:
         """Move the values toward their targets; a collective call. Forgets the passes that `look` remembered.
 
         The schedule is that of `step`, the batches trained before.
         """
-        batches = [batch.to(self._ranks.device) for batch in micro_batches]
+        parts = [[batch.to(self._ranks.device) for batch in minibatch] for minibatch in minibatches]
+        batches = list(chain.from_iterable(parts))
         count, moments, explained = self._before(batches, targets_of)
         start = self._normalize(moments)
+        counted = [(batches, count)]
+        if self._by_minibatch:
+            counted = [(part, self._before(part, targets_of)[0]) for part in parts]
         first_loss, self._num_clipped = 0.0, 0.0
         for turn in range(self._num_steps):
-            total = sum(self._backward(batch, targets_of, count, start) for batch in batches)
-            if turn == 0:
-                first_loss = self._ranks.all_reduce([float(total)])[0]
-            result = optimizer_step(
-                self.module, self.optimizer, self._schedule, step=step, max_grad_norm=self._max_grad_norm,
-                ranks=self._ranks,
-            )
+            for part, tokens in counted:
+                total = sum(self._backward(batch, targets_of, tokens, start) for batch in part)
+                if turn == 0:
+                    first_loss += self._ranks.all_reduce([float(total)])[0] * (tokens / count)
+                result = optimizer_step(
+                    self.module, self.optimizer, self._schedule, step=step, max_grad_norm=self._max_grad_norm,
+                    ranks=self._ranks,
+                )
         self._seen.clear()
         clipped = self._ranks.all_reduce([self._num_clipped])[0] / (count * self._num_steps)
         return CriticResult(first_loss, *explained, clipped, result.grad_norm, result.lr)
@@ -373,6 +381,7 @@ def build_critic(
         make_schedule(config.optimizer, config.scheduler, num_steps=num_steps, setting="critic.scheduler"),
         ranks=ranks, reads_policy=config.kind is CriticKind.head, of_actions=of_actions, clip=config.clip,
         num_steps=config.num_steps, max_grad_norm=config.optimizer.max_grad_norm, moments=moments,
+        by_minibatch=config.by_minibatch,
     )
 
 

@@ -14,7 +14,6 @@ between them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from learner.data.packing import LeaveOut
@@ -86,7 +85,7 @@ class Objective:
         if self.has_critic:
             needs |= {POLICY, VALUES}
         # Means over the batch and ratios of siblings are needed before the first token's loss.
-        of_batch = advantage.whiten == "batch" or advantage.baseline in WEIGHTED_BASELINES
+        of_batch = advantage.whiten != "none" or advantage.baseline in WEIGHTED_BASELINES
         if of_batch or advantage.rho_bar_ess_target is not None or self.surrogate.fit is not None:
             needs.add(POLICY)
         # What several optimizer steps share must be known of the policy before the first of them.
@@ -100,8 +99,9 @@ class Objective:
 
     @property
     def surrogate_options(self) -> dict[str, Any]:
-        """Knobs of the surrogate as they are now: the entropy controller may have moved the upper clip."""
-        return surrogate_options(replace(self.loss, clip_high=self.regularizers.controls.clip_high))
+        """Knobs of the surrogate as they are now: what moves the clip may have done so."""
+        controls = self.regularizers.controls
+        return surrogate_options(self.loss, clip_high=controls.clip_high, clip_scale=controls.clip_scale)
 
     @property
     def _may_leave_out(self) -> bool:

@@ -69,12 +69,31 @@ _GIVEN = ("num_trajectories", "start", "sense", "frozen")  # what the learner it
 # --- what the settings choose ---------------------------------------------------------------------------------------
 
 
-def surrogate_options(loss: LossConfig) -> dict[str, Any]:
-    """Knobs of the surrogate that `loss` names."""
+def surrogate_options(
+    loss: LossConfig, *, clip_high: float | None = None, clip_scale: float = 1.0
+) -> dict[str, Any]:
+    """Knobs of the surrogate that `loss` names.
+
+    Args:
+        clip_high: in place of that setting.
+        clip_scale: factor on both clip distances.
+    """
+    high = loss.clip_high if clip_high is None else clip_high
     knobs = find_surrogate(loss.surrogate).set_knobs(
-        clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip, cap=loss.cap
+        clip_low=loss.clip_low * clip_scale,
+        clip_high=high * clip_scale,
+        dual_clip=loss.dual_clip,
+        cap=loss.cap,
     )
     return {**knobs, **loss.options}
+
+
+def clip_scale(loss: LossConfig, step: int, total_steps: int) -> float:
+    """Part of the clip distances that is left."""
+    if loss.clip_decay is None or not total_steps:
+        return 1.0
+    done = min(1.0, step / total_steps)
+    return 1.0 - done * (1.0 - loss.clip_decay)
 
 
 def anchor_of(loss: LossConfig) -> str:
@@ -272,6 +291,8 @@ ALGORITHM_RULES: tuple[Unused | Need, ...] = (
     Need(lambda c: not c.surrogate.needs_proximal or c.anchor != "behavior",
          "loss.surrogate={loss.surrogate} needs " + _PROXIMAL + " (or take a surrogate on the behavior policy, such "
          "as ppo_clip)."),
+    Unused("loss", ("clip_decay",), lambda c: not c.surrogate.clips,
+           "with loss.surrogate={loss.surrogate!r}, which clips nothing by loss.clip_low and loss.clip_high"),
     Unused("loss", ("ewma_decay",), lambda c: c.anchor != "ewma", "without loss.anchor=ewma"),
     Unused("loss", ("veto_stat",), lambda c: c.loss.veto_low is None and c.loss.veto_high is None,
            "without loss.veto_low or loss.veto_high"),
@@ -313,7 +334,7 @@ def check_settings(advantage: AdvantageConfig, loss: LossConfig, *, max_lag: int
     _check_inputs("loss.surrogate", loss, surrogate, of_surrogate)
     one_of("advantage.baseline", advantage.baseline, BASELINES)
     one_of("advantage.scale", advantage.scale, SCALES)
-    one_of("advantage.whiten", advantage.whiten, ("none", "batch"))
+    one_of("advantage.whiten", advantage.whiten, ("none", "batch", "group"))
     meant = AVG_LEVELS_ELSEWHERE.get(loss.avg_level)
     need(meant is None, f"loss.avg_level={loss.avg_level} of ColossalAI is loss.avg_level={meant} here.")
     one_of("loss.avg_level", loss.avg_level, AVG_LEVELS)

@@ -196,16 +196,17 @@ class LossWeights:
     Args:
         kl, entropy, constraint, loss: settings, checked by `learner.objective.options.check_regularizers`.
         num_steps: steps done before the first one here (for a schedule).
+        total_steps: of the run, over which clip distances shrink.
     """
 
     def __init__(
         self, kl: KlConfig, entropy: EntropyConfig, constraint: ConstraintConfig, loss: LossConfig, *,
-        num_steps: int = 0,
+        num_steps: int = 0, total_steps: int = 0,
     ) -> None:
         self._kl, self._entropy, self._constraint, self._settings = kl, entropy, constraint, loss
         self._kl_options, self._entropy_options = options.controller_options(kl), options.entropy_options(entropy)
         self._method_options = options.method_options(constraint)
-        self._limits = options.constraint_limits(constraint)
+        self._limits, self._total_steps = options.constraint_limits(constraint), total_steps
         self._kl_state = KlState(options.starting_coef(kl))
         self._bonus, self.clip_high = loss.entropy_coef, loss.clip_high
         self._last: dict[str, float] = {}  # newest measurement of each name in MEASURED
@@ -292,6 +293,7 @@ class LossWeights:
         return self._kl.controller in options.CONTROLLERS and self._kl.mode != "off"
 
     def _follow_schedule(self, num_steps: int) -> None:
+        self.clip_scale = options.clip_scale(self._settings, num_steps, self._total_steps)
         if self._kl.controller == "schedule" and self._kl.mode != "off":
             self._kl_state = KlState(
                 kl_schedule(num_steps, start=options.starting_coef(self._kl), **self._kl_options)

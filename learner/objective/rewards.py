@@ -33,7 +33,7 @@ METHODS = ("reward", "weighted_sum", "tchebycheff", "pareto", "hypervolume", "gd
 
 
 class RewardRules:
-    """The rules of a trajectory's reward; they remember the best value of each component for `tchebycheff`.
+    """The rules of a trajectory's reward; they remember the best and the worst value of each component.
 
     Args:
         max_tokens: most action tokens that a trajectory can have.
@@ -59,6 +59,7 @@ class RewardRules:
         self._names = sorted(objectives.components)
         self._signs = {name: 1.0 if weight >= 0 else -1.0 for name, weight in objectives.components.items()}
         self._ideal: dict[str, float] = {}
+        self._worst: dict[str, float] = {}
 
     @property
     def changes(self) -> bool:
@@ -106,10 +107,11 @@ class RewardRules:
         return 1.0 / std if std > MIN_STD else 1.0
 
     def state(self) -> dict[str, Any]:
-        return {"ideal": dict(self._ideal)}
+        return {"ideal": dict(self._ideal), "worst": dict(self._worst)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._ideal = {name: float(value) for name, value in state.get("ideal", {}).items()}
+        self._worst = {name: float(value) for name, value in state.get("worst", {}).items()}
 
     def check(self, trajectories: Sequence[Trajectory]) -> None:
         """Raises ContentError: a trajectory lacks a component."""
@@ -134,31 +136,56 @@ class RewardRules:
         settings = self._objectives
         weights = torch.tensor([abs(settings.components[name]) for name in self._names], dtype=torch.float64)
         groups = torch.tensor([row.group_id for row in plan])
+        self._remember(components)
         if settings.combine == "tchebycheff":
-            return tchebycheff(components, weights, self._ideal_point(components))
+            if settings.scale_by_range:
+                ranges = self._best() - self._least()
+                some = torch.where(ranges > 0.0, ranges, 1.0)
+                weights = weights / some
+            return tchebycheff(components, weights, self._ideal_point())
         if settings.combine == "gdpo":
             return gdpo_advantages(components, groups, weights)
         scores = weighted_sum(components, weights)
         if settings.combine == "weighted_sum":
             return scores
         # Dominance and volume compare answers to one prompt: across groups the prompt's difficulty would decide.
-        bonus = torch.zeros_like(scores)
+        bonus, reference = torch.zeros_like(scores), self._reference_point()
         for group in groups.unique():
             members = groups == group
             if settings.combine == "pareto":
                 bonus[members] = -domination_count(components[members]).double()
             else:
-                reference = self._oriented(settings.reference_point)
                 bonus[members] = hypervolume_contributions(components[members], reference).double()
         return scores + settings.bonus * bonus
 
-    def _ideal_point(self, components: Tensor) -> Tensor:
-        """The given ideal, or the best seen in the run so far."""
-        # The best of earlier batches stays the goal, or the same answer would be paid differently from step to step.
-        for name, best in zip(self._names, components.amax(0).tolist(), strict=True):
+    def _remember(self, components: Tensor) -> None:
+        """The best and the worst of this batch, if they are of the run."""
+        # Those of earlier batches stay, or the same answer would be paid differently from step to step.
+        for name, values in zip(self._names, components.T, strict=True):
+            best, worst = float(values.max()), float(values.min())
             self._ideal[name] = max(self._ideal.get(name, best), best)
+            self._worst[name] = min(self._worst.get(name, worst), worst)
+
+    def _best(self) -> Tensor:
+        found = [self._ideal[name] for name in self._names]
+        return torch.tensor(found, dtype=torch.float64)
+
+    def _least(self) -> Tensor:
+        found = [self._worst[name] for name in self._names]
+        return torch.tensor(found, dtype=torch.float64)
+
+    def _ideal_point(self) -> Tensor:
+        """The given ideal, or the best seen in the run so far."""
         given = {name: self._signs[name] * value for name, value in self._objectives.ideal.items()}
         return torch.tensor([given.get(name, self._ideal[name]) for name in self._names], dtype=torch.float64)
+
+    def _reference_point(self) -> Tensor:
+        """The given point, or the worst seen in the run so far, less a tenth of the range."""
+        given = self._objectives.reference_point
+        if given:
+            return self._oriented(given)
+        worst = self._least()
+        return worst - 0.1 * (self._best() - worst)
 
     def _oriented(self, values: Mapping[str, float]) -> Tensor:
         """float64 [K], with the sign that makes larger better."""
@@ -207,10 +234,16 @@ def _check(objectives: ObjectivesConfig) -> None:
             f"objectives.combine={method!r} combines named scores of the task: name them, "
             "e.g. objectives.components.score=1.0 objectives.components.brevity=0.2."
         )
-    if method == "hypervolume" and not (2 <= len(names) <= 4 and set(objectives.reference_point) == set(names)):
+    if objectives.scale_by_range and method != "tchebycheff":
+        raise ConfigError(
+            "objectives.scale_by_range=true does nothing with "
+            f"objectives.combine={method}: leave it out."
+        )
+    given = set(objectives.reference_point)
+    if method == "hypervolume" and not (2 <= len(names) <= 4 and given in (set(), set(names))):
         raise ConfigError(
             f"objectives.combine=hypervolume needs two to four components and objectives.reference_point for each of "
-            f"them, got {names} and {sorted(objectives.reference_point)}: add what is missing."
+            f"them or none, got {names} and {sorted(given)}: add what is missing."
         )
     unknown = sorted((set(objectives.ideal) | set(objectives.reference_point)) - set(names))
     if unknown:

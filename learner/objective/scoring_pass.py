@@ -21,6 +21,7 @@ from learner.objective.loss import estimated_advantages, shaped_advantages, toke
 from learner.objective.options import WEIGHTED_BASELINES
 from learner.objective.plan import BatchPlan
 from learner.objective.token_batch import POLICY, SQUARE_NORMS, VALUES, PassOutputs, TokenBatch
+from learner.objective.whitening import whitened_in_groups
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import score_square_norms
 
@@ -88,6 +89,8 @@ def _fitted(plan: BatchPlan, observed: Sequence[TokenBatch], ranks: Ranks) -> Ba
     advantages = {tokens.micro.trajectory_ids: estimated_advantages(tokens, plan) for tokens in observed}
     if advantage.whiten == "batch":
         advantages = plan_tensors.whitened(advantages, observed, ranks)
+    elif advantage.whiten == "group":
+        advantages = whitened_in_groups(advantages, observed, plan.tensors, ranks)
     plan = replace(plan, advantages=advantages)
     if objective.surrogate.fit is not None:
         # Bounds are fitted to the tokens that will be trained on: the masks read the advantages fixed above.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from streamrl.algorithms import crowding_distance, domination_count, hypervolume
 from streamrl.metrics.files import read_object, write_atomic
+from streamrl.metrics.names import member
 
 log = logging.getLogger("streamrl.learner")
 
@@ -65,6 +66,10 @@ class ParetoArchive:
 
     def _metrics(self) -> dict[str, float]:
         found = {"objective/archive_size": float(len(self.members))}
+        for name, sign in self._signs.items() if self.members else ():
+            values = sorted(sign * one[name] for one in self.members)
+            for end, value in (("worst", values[0]), ("best", values[-1]), ("mean", sum(values) / len(values))):
+                found[member("objective", f"{name}_{end}")] = sign * value
         if self.members and self._reference:
             reference = torch.tensor([sign * self._reference[name] for name, sign in self._signs.items()])
             found["objective/hypervolume"] = hypervolume(self._points(self.members), reference.double())

@@ -73,7 +73,8 @@ def _settings(name: str, objective: Objective) -> tuple[AdvantageConfig, LossCon
     run, default, widest = objective.loss, LossConfig(), surrogate.max_clip or 1.0
     loss = replace(
         run, surrogate=name, options={}, cap=None, dual_clip=None, anchor=None, ewma_decay=default.ewma_decay,
-        correction=default.correction, clip_low=min(run.clip_low, widest), clip_high=min(run.clip_high, widest),
+        clip_decay=None, correction=default.correction, clip_low=min(run.clip_low, widest),
+        clip_high=min(run.clip_high, widest),
         avg_level="seq-mean-token-mean" if surrogate.whole_row else run.avg_level,
     )
     # Every constant by name, since a `fit` of the surrogate has defaults of its own.

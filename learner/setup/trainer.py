@@ -89,7 +89,10 @@ def make_objective(
     Args:
         num_steps: batches trained so far.
     """
-    loss_weights = LossWeights(config.kl, config.entropy, config.constraint, config.loss, num_steps=num_steps)
+    loss_weights = LossWeights(
+        config.kl, config.entropy, config.constraint, config.loss, num_steps=num_steps,
+        total_steps=config.trainer.num_steps,
+    )
     if "loss" in controls:
         loss_weights.restore(controls["loss"])
     reward_rules = RewardRules(
@@ -108,7 +111,7 @@ def make_staleness(config: Config, controls: Mapping[str, Any]) -> StalenessCont
     """The staleness control: lead and bound go on from `controls`."""
     staleness = StalenessControl(
         config.staleness, config.loss, config.policy.scheduler, config.publish.when, rule=lag_rule(config),
-        soft_max_lag=soft_max_lag(config),
+        soft_max_lag=soft_max_lag(config), every_steps=config.publish.every_steps,
     )
     if "staleness" in controls:
         staleness.restore(controls["staleness"])

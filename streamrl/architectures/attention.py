@@ -135,10 +135,11 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,  # scores are capped at this, smoothly, before the mask
     sinks: Tensor | None = None,  # [H], or [H * Q]: score of one more key, whose value is 0
+    fused: bool = True,  # by one kernel, where it can
 ) -> Tensor:
     """[B, H, Q, E]. Scores are scaled by `scaling`, or by 1 / sqrt(D)."""
     shared = query.shape[1] // key.shape[1]
-    plain = softcap is None and sinks is None
+    plain = softcap is None and sinks is None and fused
     gqa = shared > 1 and query.is_cuda and plain
     if shared > 1 and not gqa:
         key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)

@@ -89,7 +89,7 @@ ALIASES: dict[str, str] = {
     "sync_ref_model": "reference.sync_every_steps", "ref_model_sync_steps": "reference.sync_every_steps",
     "max_norm": "policy.optimizer.max_grad_norm", "max_tool_calling_iterations": "env.max_turns",
     "agent_func_path": "env.path", "remote_url": "env.path", "async_queue_size": "staleness.eta",
-    "staleness_threshold": "staleness.eta", "weight_sync_steps": "publish.when",
+    "staleness_threshold": "staleness.eta", "weight_sync_steps": "publish.every_steps",
     "partial_rollout": "actors.on_install", "partial_rollout_enable": "actors.on_install",
     "test_freq": "eval.every_steps",
     "resume_mode": "checkpoint.resume", "n_gpus_per_node": "launch.num_learner_ranks",
@@ -285,7 +285,10 @@ NOT_HERE: dict[str, str] = {
         ("ray_dir", "master_address", "master_addr", "master_port"),
         "Ray is not used: actors join the learner with connect=tcp://HOST:PORT, its ranks are started by torchrun",
     ),
-    **dict.fromkeys(("clip_eps_min", "clip_eps_max"), "the range is constant: loss.clip_low and loss.clip_high"),
+    **dict.fromkeys(
+        ("clip_eps_min", "clip_eps_max"),
+        "loss.clip_low and loss.clip_high are where the range begins, loss.clip_decay what is left of it at the end",
+    ),
 }
 """What people look for and will not find, and what there is."""
 

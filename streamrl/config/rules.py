@@ -270,6 +270,7 @@ def _check_staleness(config: Config) -> None:
     _check_mode(config)
     _check_adaptive(config)
     _check_forced(config)
+    _check_publishing(config)
 
 
 def _check_forced(config: Config) -> None:
@@ -282,6 +283,20 @@ def _check_forced(config: Config) -> None:
         force is None or config.publish.when is not PublishWhen.drift,
         f"staleness.force={force} generates every batch from a version of its own, which publish.when=drift may leave "
         "out: set publish.when=every_step",
+    )
+
+
+def _check_publishing(config: Config) -> None:
+    every, when = config.publish.every_steps, config.publish.when
+    _need(
+        every == 1 or (when is PublishWhen.every_step and config.staleness.force is None),
+        f"publish.every_steps={every} goes with publish.when=every_step and without staleness.force, got "
+        f"publish.when={when.name} and staleness.force={config.staleness.force}: leave it out, or change these",
+    )
+    _need(
+        every <= lead(config) + 1,
+        f"publish.every_steps={every} is more than staleness.eta={lead(config)} + 1: actors would have no lead left, "
+        f"and training would wait for them; set staleness.eta={every - 1} or more",
     )
 
 
@@ -366,13 +381,17 @@ def _check_minibatches(config: Config) -> None:
     )
     _need(
         config.publish.when is not PublishWhen.every_optimizer_step or steps_per_batch(config) > 1,
-        "publish.when=every_optimizer_step does nothing with one optimizer step per batch: leave it out, or set "
-        "learner.num_minibatches or learner.num_epochs",
+        "publish.when=every_optimizer_step does nothing with one optimizer step per batch: leave it out, or "
+        "set learner.num_minibatches or learner.num_epochs",
+    )
+    _need(
+        num > 1 or not config.critic.by_minibatch,
+        "critic.by_minibatch=true does nothing with learner.num_minibatches=1: leave it out, or set that to 4, say",
     )
     _need(
         config.learner.stop_kl is None or steps_per_batch(config) > 1,
-        f"learner.stop_kl={config.learner.stop_kl} does nothing with one optimizer step per batch: "
-        "leave it out, or set learner.num_minibatches or learner.num_epochs",
+        f"learner.stop_kl={config.learner.stop_kl} does nothing with one optimizer step per batch: leave it out, or "
+        "set learner.num_minibatches or learner.num_epochs",
     )
 
 

@@ -206,6 +206,8 @@ class CriticConfig:
     own model, with a new value head."""
     num_steps: PositiveInt = 1
     """Optimizer steps of the critic on each batch, however many the policy takes."""
+    by_minibatch: bool = False
+    """Take an optimizer step of the critic after each of the policy's `learner.num_minibatches`, in every pass."""
     num_warmup_steps: int = 0
     """Steps at the start of a run in which only the critic learns; the policy's learning-rate schedule begins after."""
     frozen: list[str] = field(default_factory=list)

@@ -86,7 +86,10 @@ class ObjectivesConfig:
     ideal: dict[str, float] = field(default_factory=dict)
     """The point that tchebycheff aims at; what is not given is the best seen in the run."""
     reference_point: dict[str, float] = field(default_factory=dict)
-    """What a point must exceed to have any hypervolume."""
+    """What a point must exceed to have any hypervolume; empty is, for combine=hypervolume, the worst seen in the run
+    less a tenth of the range."""
+    scale_by_range: bool = False
+    """Divide each component of tchebycheff by its range in the run so far, so that weights alone say what counts."""
     bonus: float = 0.1
     """Weight of the group bonus of pareto and hypervolume."""
     divide_by_std: bool = False
@@ -134,7 +137,8 @@ class AdvantageConfig:
     scale: str = "none"
     """Divide centered scores by: none, std (of the group) or batch_std."""
     whiten: str = "none"
-    """Normalize the advantages of all tokens of a batch to mean 0 and std 1: none or batch."""
+    """Normalize the advantages of all tokens to mean 0 and std 1, over the batch or over each group: none, batch or
+    group."""
     gamma: Share = 1.0
     """Discount of later rewards."""
     discount: Discount = Discount.token
@@ -172,6 +176,8 @@ class LossConfig:
     """Lower clip distance of the ratio from 1."""
     clip_high: NonNegative = 0.28
     """Upper clip distance of the ratio from 1."""
+    clip_decay: Share | None = None
+    """Part of both clip distances that is left at `trainer.num_steps`; they shrink linearly. Null keeps them."""
     dual_clip: float | None = 3.0
     """Cap of the loss of negative advantages, in units of the advantage; null is off."""
     cap: Positive | None = None

@@ -11,7 +11,7 @@ from msgspec import Meta
 from streamrl.config import Count, NonNegative, Positive, PositiveInt, Share
 
 Attention = StrEnum(
-    "Attention", ["auto", "sdpa", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"]
+    "Attention", ["auto", "sdpa", "eager", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"]
 )
 OnInstall = StrEnum("OnInstall", ["keep", "recompute", "finish"])
 PublishWhen = StrEnum("PublishWhen", ["every_step", "every_optimizer_step", "drift"])
@@ -62,8 +62,9 @@ class LearnerConfig:
     """Compute a prompt once for all answers to it in a micro-batch, and once what its prompts begin with; models for
     which that is not exact never do."""
     attention: Attention = Attention.auto
-    """Kernel of the learner's attention: sdpa; on a GPU also varlen (PyTorch's flash kernel), flex_attention,
-    flash_attention_2 and flash_attention_3 (their packages); auto is varlen on a GPU in half precision, else sdpa."""
+    """Kernel of the learner's attention: sdpa, or eager, plain matrix products; on a GPU also varlen (the flash kernel
+    of PyTorch), flex_attention, flash_attention_2 and flash_attention_3 (their packages); auto is varlen on a
+    GPU in half precision, else sdpa."""
     compile: bool = False
     """Compile every decoder layer of the policy with torch.compile: the first steps are slow, later ones faster; a
     critic of `critic.kind=model` is not compiled."""
@@ -216,6 +217,9 @@ class PublishConfig:
     when: PublishWhen = PublishWhen.every_step
     """Publish after every step; after every_optimizer_step of a batch that takes several; or only once the predicted
     drift since the last one exceeds a quarter of `staleness.adaptive.m2_target` (before the actors' lead runs out)."""
+    every_steps: PositiveInt = 1
+    """Publish after every so many steps (batches) under `publish.when=every_step`: less traffic, older data. At most
+    `staleness.eta` + 1, because actors without a newer version may run no further ahead."""
     beside_training: BesideTraining = BesideTraining.auto
     """Train on while a version is written, from a copy on the device (2 bytes a parameter, over all ranks): `always`,
     `never`, or `auto` on a GPU. The first version, and those of ranks on several hosts, are waited for."""

@@ -239,6 +239,8 @@ SECTIONS: dict[str, list[Metric]] = {
         ("eval/*/*", "as above", "last", "The keys above, of a set of `eval.datasets` by its name: `eval/NAME/score`.",
          ""),
         ("objective/archive_size", "evaluations", "last", "Evaluations on the Pareto front.", "archive"),
+        ("objective/*", "score", "last", "Best, worst and mean of a component on the front, as NAME_best and so on.",
+         "archive"),
         ("objective/hypervolume", "volume", "last", "Volume that the front covers.", "hypervolume"),
         needs="eval",
     ),

@@ -1,15 +1,16 @@
 """Attention of a packed row, by the kernel of `learner.attention` or the one that fits device and type.
 
     sdpa                padded blocks with scaled_dot_product_attention: any device, type, model and mask rule
+    eager               the same blocks with plain matrix products: to look at, or to compare a kernel with
     flex_attention      FlexAttention, with a block mask that skips what no token sees: a CUDA device
     varlen              PyTorch's flash kernel (torch.nn.attention.varlen): a CUDA device and half precision
     flash_attention_2   the same of the package flash-attn
     flash_attention_3   the same of the package flash_attn_interface, on Hopper
 
-None but sdpa is taken on trust: before a run, a small layer is computed with it and with sdpa on the run's device and
-in its type. What the others cannot do is computed in blocks: the packed tokens are gathered into the blocks of their
-layout, [sequences, length] with padding on the right, one call of attention each, and gathered back. The keys of a
-sequence that continues another are those of that one, then its own.
+Others than these two are not taken on trust: before a run, a small layer is computed with one and with sdpa on the
+run's device and in its type. What they cannot do is computed in blocks: the packed tokens are gathered into the blocks
+of their layout, [sequences, length] with padding on the right, one call of attention each, and gathered back. The keys
+of a sequence that continues another are those of that one, then its own.
 
 Legend: N packed tokens, M keys, H query heads, K key/value heads, D head size, S sequences of a block, L block length,
 P most tokens that a sequence of the block continues.
@@ -244,6 +245,7 @@ ATTENTIONS: Mapping[str, Attention] = MappingProxyType({
     "varlen": partial(attend_varlen, torch_varlen),
     "flash_attention_2": partial(attend_varlen, flash_attention_2),
     "flash_attention_3": partial(attend_varlen, flash_attention_3),
+    "eager": partial(attend_in_blocks, fused=False),
 })
 AUTO = "auto"
 _PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -268,7 +270,7 @@ def choose_attention(wish: str, *, device: torch.device, dtype: torch.dtype) -> 
         if reason:
             log.warning("attention is sdpa, because varlen %s", reason)
         return "sdpa" if reason else "varlen"
-    if wish != "sdpa" and (reason := why_not(wish, device=device, dtype=dtype)):
+    if wish not in ("sdpa", "eager") and (reason := why_not(wish, device=device, dtype=dtype)):
         raise ConfigError(f"learner.attention={wish} {reason}: set learner.attention=auto or sdpa.")
     return wish
 

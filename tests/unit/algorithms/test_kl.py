@@ -130,19 +130,21 @@ def test_shaped_rewards_subtract_the_estimate(kind):
     assert torch.allclose(shaped, torch.where(rows.mask, rows.rewards, 0.0) - 0.3 * estimate)
 
 
-@pytest.mark.parametrize(("kind", "is_exact"), [("k1", True), ("k2", False), ("k3", False)])
-def test_only_k1_as_a_reward_has_the_gradient_of_the_kl(kind, is_exact):
+def test_only_k1_as_a_reward_has_the_gradient_of_the_kl():
     """A reward is a number: the mean derivative of the estimate itself is lost, and is 0 for k1 alone."""
     logits, reference, _ = three_policies(5)
-    probs = logits.softmax(0)
-    x = probs.log() - reference
-    truth = probs * (x - (probs * x).sum())
+    leaf = logits.clone().requires_grad_()
+    policy = leaf.log_softmax(0)
+    kl = (policy.exp() * (policy - reference)).sum()
+    (truth,) = torch.autograd.grad(kl, leaf)
+    misses = {}
+    for kind in ("k1", "k2", "k3"):
+        def as_reward(policy, mask, kind=kind):
+            return alg.kl_estimate(policy.detach(), reference[None], mask, kind=kind) * policy
 
-    def as_reward(policy, mask):
-        return alg.kl_estimate(policy.detach(), reference[None], mask, kind=kind) * policy
-
-    found = expected_gradient(as_reward, probs.log(), logits)
-    assert torch.allclose(found, truth, atol=1e-9) == is_exact
+        found = expected_gradient(as_reward, logits.log_softmax(0), logits)
+        misses[kind] = float((found - truth).norm() / truth.norm())
+    assert misses["k1"] < 1e-9 and misses["k2"] > 0.1 and misses["k3"] > 0.1
 
 
 def test_rewards_carry_the_future_kl_terms_that_a_loss_per_token_misses():

@@ -258,6 +258,26 @@ def test_the_networks_of_a_run_compute_with_the_attention_that_is_set(tmp_path, 
     assert_same(got, expected)
 
 
+def test_eager_attention_is_that_of_sdpa_without_its_kernel(tmp_path, monkeypatch):
+    model_dir, fused = tiny_model(tmp_path), []
+    kernel = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda *args, **options: fused.append(1) or kernel(*args, **options))
+    rows = list(rows_of(GROUPS))
+    for row in rows:
+        row.prompt_ids[:], row.token_ids[:] = row.prompt_ids % 14, row.token_ids % 14
+    found = []
+    for name in ("eager", "sdpa"):
+        policy = load_networks(
+            config_of(f"learner.attention={name}"), model_dir, ResumeState("run"), Ranks(), with_critic=False,
+            with_reference=False,
+        ).policy
+        fused.clear()
+        found.append(passes(policy, rows, share=name == "eager"))
+        assert bool(fused) == (name == "sdpa")
+    assert_same(*found)
+
+
 def test_compiled_layers_under_fsdp2_give_the_same(checkpoints):
     """The backend of this test makes graphs and their backward passes, and leaves out the C++ of the real one."""
     import torch._dynamo.utils

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import learner.model.critic as critic_module
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.data.packing import pack
 from learner.model.critic import VALUE_HEAD, build_critic
@@ -54,7 +55,7 @@ class Scene:
         return torch.cat([self.one.plan.outputs_of(m).values[m.mask] for m in self.micros])
 
     def fit(self, step=0):
-        return self.critic.fit(self.micros, self.one.plan.critic_targets, step=step)
+        return self.critic.fit([self.micros], self.one.plan.critic_targets, step=step)
 
 
 @pytest.mark.parametrize(("kind", "estimator"), [("head", "vtrace"), ("model", "gae"), ("head", "retrace_q")])
@@ -85,6 +86,34 @@ def test_fitting_the_critic_leaves_the_policy_alone(checkpoints, kind):
     assert all(torch.equal(a, b) for a, b in zip(before, scene.policy.parameters(), strict=True))
 
 
+@pytest.mark.shows("critic.by_minibatch")
+def test_a_critic_may_take_a_step_after_each_minibatch_over_the_mean_of_its_tokens(checkpoints, monkeypatch):
+    once, each = (
+        Scene(checkpoints["qwen3-tied"], replace(FAST, num_steps=2, by_minibatch=by), max_tokens=40)
+        for by in (False, True)
+    )
+    done, backward, step = [], each.critic._backward, critic_module.optimizer_step
+
+    def watched(batch, targets_of, count, start):
+        done.append((batch.trajectory_ids, count))
+        return backward(batch, targets_of, count, start)
+
+    monkeypatch.setattr(each.critic, "_backward", watched)
+    monkeypatch.setattr(critic_module, "optimizer_step", lambda *args, **o: done.append("step") or step(*args, **o))
+    parts = [each.micros[:1], each.micros[1:]]
+    sizes = [float(sum(int(micro.mask.sum()) for micro in part)) for part in parts]
+    each.critic.fit(parts, each.one.plan.critic_targets, step=0)
+
+    one_pass = [one for part, size in zip(parts, sizes, strict=True)
+                for one in (*((micro.trajectory_ids, size) for micro in part), "step")]
+    assert len(parts[1]) > 1 and sizes[0] != sizes[1] and done == one_pass * 2
+    done.clear()
+    once.fit()
+    assert done == ["step"] * 2
+    once.look(), each.look()
+    assert not torch.allclose(once.values(), each.values(), atol=1e-4)
+
+
 def shifted(scene, factor, shift):
     """Targets of a batch as a function, moved as if rewards were of another size."""
     def targets_of(micro):
@@ -97,7 +126,7 @@ def test_all_values_begin_at_the_mean_target_of_the_first_batch(checkpoints):
     still = replace(FAST, optimizer=OptimizerConfig(lr=0.0))
     scene = Scene(checkpoints["qwen3-tied"], still)
     goals = torch.cat([shifted(scene, 1.0, 7.0)(m).targets[m.mask] for m in scene.micros])
-    scene.critic.fit(scene.micros, shifted(scene, 1.0, 7.0), step=0)
+    scene.critic.fit([scene.micros], shifted(scene, 1.0, 7.0), step=0)
     scene.look()
 
     assert scene.values() == pytest.approx(float(goals.mean()), abs=1e-5)
@@ -113,7 +142,7 @@ def test_values_stay_where_they_are_when_the_returns_change_their_scale(checkpoi
     before, outputs = scene.values(), [scene.one.plan.outputs_of(m).action_values for m in scene.micros]
     scene.critic._schedule = replace(scene.critic._schedule, lr=0.0)
     normal = scene.critic._normal
-    scene.critic.fit(scene.micros, shifted(scene, 30.0, -100.0), step=3)
+    scene.critic.fit([scene.micros], shifted(scene, 30.0, -100.0), step=3)
     scene.look()
 
     assert scene.critic._normal[1] > 2 * normal[1] and scene.critic._normal[0] < normal[0] - 5
@@ -131,7 +160,7 @@ def test_the_size_of_rewards_does_not_change_what_is_learned(checkpoints):
         first = {m.trajectory_ids: shifted(scene, factor, 0.0)(m) for m in scene.micros}
         for step in range(3):
             scene.look()
-            scene.critic.fit(scene.micros, lambda micro, first=first: first[micro.trajectory_ids], step=step)
+            scene.critic.fit([scene.micros], lambda micro, first=first: first[micro.trajectory_ids], step=step)
         scene.look()
         found.append(scene.values() / factor)
 
@@ -148,7 +177,7 @@ def test_the_variance_of_returns_is_explained_apart_from_that_of_targets(checkpo
         goal = scene.one.plan.critic_targets(micro)
         return replace(goal, targets=goal.old)
 
-    result = scene.critic.fit(scene.micros, at_values, step=1)
+    result = scene.critic.fit([scene.micros], at_values, step=1)
     assert result.explained_variance == 1.0
     assert result.return_explained_variance < 0.9
 
@@ -314,7 +343,7 @@ def test_a_reward_models_scores_are_the_first_values_and_survive_an_export(check
     expected = torch.cat(scores)
     assert torch.allclose(scene.values(), expected, atol=1e-6) and expected.std() > 0.1
 
-    scene.critic.fit(scene.micros, shifted(scene, 30.0, -100.0), step=0)
+    scene.critic.fit([scene.micros], shifted(scene, 30.0, -100.0), step=0)
     scene.look()
     again = replace(config, model_path=str(export_critic(scene.critic, path, tmp_path / "critic", ALONE)))
     assert torch.allclose(scene.values(), expected, atol=1e-4)

@@ -93,14 +93,25 @@ def test_a_critic_of_its_own_reads_the_weights_that_a_lone_process_does(checkpoi
 
 
 @pytest.mark.parametrize("kind", ["qwen3-tied", "llama-tied", "mistral"])
-def test_an_adapter_and_a_reward_model_begin_as_in_a_lone_process(checkpoints, kind, ranks):
+@pytest.mark.parametrize("renamed", [False, True])
+def test_an_adapter_and_a_reward_model_begin_as_in_a_lone_process(checkpoints, tmp_path, kind, renamed, ranks):
+    folder = tmp_path / "start"
+    shutil.copytree(checkpoints[kind], folder)
+    if renamed:  # read whole
+        tensors = load_file(folder / "model.safetensors")
+        tensors = {name.removeprefix("model.").removeprefix("transformer."): t for name, t in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     adapt = partial(add_adapter, config=LoraConfig(rank=3, init=LoraInit.gaussian), seed=3)
     options = {"dtype": torch.float32, "gradient_checkpointing": False}
-    for load in (lambda where: load_policy(checkpoints[kind], ranks=where, adapt=adapt),
-                 lambda where: load_reward_network(checkpoints[kind], LearnerConfig(), where, **options)):
-        expected, found = contents(load(Ranks())), contents(load(ranks))
+    lone, sharded = (
+        (contents(load_policy(folder, ranks=where, adapt=adapt)),
+         contents(load_reward_network(folder, LearnerConfig(), where, **options))) for where in (Ranks(), ranks)
+    )
+    for expected, found in zip(lone, sharded, strict=True):
         assert expected.keys() == found.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+    assert sum("lora_A" in name and bool(one.any()) for name, one in sharded[0].items()) > 3
 
 
 def test_a_model_that_cannot_be_trained_packed_is_refused_with_shards_too(checkpoints, tmp_path, ranks):

@@ -224,24 +224,40 @@ def test_a_step_that_is_not_finite_is_left_out_and_the_others_are_done(checkpoin
 
 @pytest.mark.shows("learner.stop_kl")
 def test_the_rest_of_a_batch_is_left_out_once_the_policy_has_moved_far_enough(checkpoints):
-    rows, seen, found = fresh_rows(checkpoints["qwen3-tied"]), [], []
-    for bound in (math.inf, None):
-        trainer = trainer_of(
-            load_policy(checkpoints["qwen3-tied"]), GROUP_STD, AREAL, num_minibatches=2, num_epochs=4, max_tokens=60
-        )
-        bound = bound or max(seen[:3])
-        trainer.settings = replace(trainer.settings, stop_kl=bound)
-        trainer.callbacks.lr_scale = lambda meter: seen.append(meter.value("drift/k3")) or 1.0
-        found.append(trainer.train_batch(rows, in_minibatches(rows)))
-        assert trainer.version == VERSION + 8
-    last = [x > bound for x in seen[:8]].index(True)  # the step that measures more is the last one
-    steps = found[1].result.steps
-    assert 2 < last < 7 and [one.left_out for one in steps] == [False] * (last + 1) + [True] * (7 - last)
-    assert trainer.callbacks.inside == [VERSION + 1 + n for n in range(last)] and seen[8:] == seen[: last + 1]
-    assert found[1].result.grad_norm == pytest.approx(sum(one.grad_norm for one in steps[: last + 1]) / (last + 1))
-    assert found[1].measured.flush(1)["policy/num_steps_left_out"] == 7 - last
+    rows, path = fresh_rows(checkpoints["qwen3-tied"]), checkpoints["qwen3-tied"]
+    _, _, _, whole = trained(path, rows, num_epochs=4)
+    policy = load_policy(path)
+    trainer = trainer_of(policy, GROUP_STD, AREAL, num_minibatches=2, num_epochs=4, max_tokens=60)
+    seen = []
+    trainer.callbacks.lr_scale = lambda meter: seen.append(meter.value("drift/k3")) or 1.0
+    trainer.train_batch(rows, in_minibatches(rows))
+    assert len(whole.steps) == len(seen) == 8 and max(seen[:3]) < max(seen)
+    bound = (max(seen[:3]) + seen[[x > max(seen[:3]) for x in seen].index(True)]) / 2
+    last = [x > bound for x in seen].index(True)  # the step that measures more is the last one
+
+    stopping = trainer_of(load_policy(path), GROUP_STD, AREAL, num_minibatches=2, num_epochs=4, max_tokens=60)
+    stopping.settings = replace(stopping.settings, stop_kl=bound)
+    found = stopping.train_batch(rows, in_minibatches(rows))
+    steps = found.result.steps
+    assert [step.left_out for step in steps] == [False] * (last + 1) + [True] * (7 - last) and 2 < last < 7
+    assert stopping.version == VERSION + 8 and stopping.callbacks.inside == [VERSION + 1 + n for n in range(last)]
+    assert found.result.num_skipped == 0 and not found.result.skipped
+    assert found.result.grad_norm == pytest.approx(sum(s.grad_norm for s in steps[: last + 1]) / (last + 1))
+    assert found.measured.flush(1)["policy/num_steps_left_out"] == 7 - last
+
+    short = trainer_of(load_policy(path), GROUP_STD, AREAL, num_minibatches=2, num_epochs=4, max_tokens=60)
+    number = iter(range(8))
+    short.callbacks.lr_scale = lambda meter: float(next(number) <= last)
+    short.train_batch(rows, in_minibatches(rows))
+    pairs = zip(stopping.networks.policy.parameters(), short.networks.policy.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs), "weights are those of the steps that were taken"
+
+
+def test_a_kl_at_which_to_stop_needs_several_steps():
+    words = ["experiment=quickstart", "learner.stop_kl=0.1"]
+    load_config([*words, "learner.num_epochs=2"])
     with pytest.raises(ConfigError, match="learner.stop_kl=0.1 does nothing with one optimizer step per batch"):
-        load_config(["experiment=quickstart", "learner.stop_kl=0.1"])
+        load_config(words)
 
 
 @pytest.mark.parametrize(("when", "expected"), [("every_optimizer_step", [6]), ("every_step", [])])

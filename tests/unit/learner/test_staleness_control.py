@@ -5,6 +5,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -14,6 +15,7 @@ from bench.pieces import predict_ess
 from learner.control.staleness import DriftTracker, StalenessControl, to_bins
 from learner.setup.trainer import make_staleness
 from streamrl.config.load import from_plain, load_config, to_plain
+from streamrl.errors import ConfigError
 from streamrl.metrics.meter import Meter
 
 BASE = to_plain(load_config([
@@ -337,6 +339,37 @@ def test_on_drift_a_version_is_published_once_a_quarter_of_the_budget_is_spent_o
     control.published(7)
     assert not control.publish_due(7, asked_for=True) and control.publish_due(8, asked_for=True)
     assert versions(0.0, "staleness.eta=1") == versions(0.0, "publish.when=every_step") == list(range(13))
+
+
+@pytest.mark.shows("publish.every_steps")
+def test_every_third_step_is_published_but_for_evaluations_and_a_lead_that_is_gone():
+    def versions(*words: str, asked_for: int = -1) -> list[int]:
+        control, published = control_of("staleness.adaptive.enabled=false", *words), []
+        for version in range(0, 26, 2):
+            if control.publish_due(version, asked_for=version == asked_for):
+                control.published(version)
+                published.append(version)
+        return published
+
+    two_steps = "learner.num_epochs=2"
+    assert versions(two_steps) == list(range(0, 26, 2))
+    assert versions(two_steps, "publish.every_steps=3") == [0, 6, 12, 18, 24]
+    assert versions(two_steps, "publish.every_steps=3", asked_for=8) == [0, 6, 8, 14, 20]
+    drained = control_of("publish.every_steps=3")
+    drained._breaker = replace(drained._breaker, mode="drain")
+    assert drained.publish_due(0) and drained.eta == 0
+    drained.published(0)
+    assert drained.publish_due(1), "actors without a lead need every version"
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["publish.every_steps=6"], "publish.every_steps=6 is more than staleness.eta=4 [+] 1"),
+    (["publish.every_steps=2", "publish.when=drift"], "goes with publish.when=every_step"),
+    (["publish.every_steps=2", "staleness.adaptive.enabled=false", "staleness.force=2"], "and staleness.force=2"),
+])
+def test_versions_are_not_kept_from_actors_that_could_not_go_on(words, message):
+    with pytest.raises(ConfigError, match=message):
+        control_of(*words)
 
 
 # --- records ----------------------------------------------------------------------------------------------------------

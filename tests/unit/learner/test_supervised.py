@@ -21,13 +21,20 @@ from learner.model.networks import FrozenPolicy
 from learner.model.policy import Policy, load_policy
 from learner.model.tiny import make_tiny_model
 from learner.ranks.mesh import Ranks
-from learner.supervised import methods
-from learner.supervised.methods import Dpo, RewardModel, Sft, export_reward_model, load_reward_network
+from learner.supervised.methods import (
+    Dpo,
+    RewardModel,
+    Sft,
+    check_losses,
+    export_reward_model,
+    load_reward_network,
+    preference_loss,
+)
 from learner.supervised.records import Encoder, PairShape, places_of, row_of, shape_of
 from learner.supervised.run import Opened, make_method
 from streamrl.config.catalog import settings
 from streamrl.config.load import load_config
-from streamrl.config.schema import DataConfig, DpoConfig, DpoLoss, LearnerConfig
+from streamrl.config.schema import DataConfig, DpoConfig, DpoLoss, LearnerConfig, ReferenceConfig
 from streamrl.environment import ChatMessage
 from streamrl.errors import ConfigError, ControlError, TaskError
 from streamrl.messages import Group, Member, MemberStatus, Outcome, ReturnReason, Sampling, Span, Turn
@@ -319,65 +326,103 @@ def test_sft_is_the_cross_entropy_of_the_assistants_tokens(model_dir):
     same(gradients(policy.model), gradients(truth))
 
 
-@pytest.mark.parametrize("settings", [
-    DpoConfig(), DpoConfig(beta=0.7, label_smoothing=0.2, sft_weight=0.3), DpoConfig(loss=DpoLoss.ipo, sft_weight=0.2),
-    DpoConfig(loss=DpoLoss.simpo, beta=2.0, margin=0.5, label_smoothing=0.1), DpoConfig(loss=DpoLoss.orpo, beta=0.3),
-])
-@pytest.mark.shows("dpo.loss", "dpo.margin", "dpo.beta", "dpo.label_smoothing", "dpo.sft_weight")
-def test_dpo_ipo_simpo_and_orpo_are_the_losses_of_their_papers(model_dir, pairs, settings):
+@pytest.mark.parametrize("settings", [DpoConfig(), DpoConfig(beta=0.7, label_smoothing=0.2, sft_weight=0.3)])
+@pytest.mark.shows("dpo.beta")
+@pytest.mark.shows("dpo.label_smoothing")
+@pytest.mark.shows("dpo.sft_weight")
+def test_dpo_is_the_loss_of_its_paper(model_dir, pairs, settings):
     policy, frozen, encoder = exact(load_policy(model_dir)), exact(load_policy(model_dir)), Encoder(model_dir, DATA)
     with torch.no_grad():
         for parameter in frozen.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     truth, truth_frozen = double(model_dir), copy.deepcopy(frozen.model).double()
     truth_frozen.set_attn_implementation("eager")
-    compared = FrozenPolicy(frozen, name="reference") if settings.loss in ("sigmoid", "ipo") else None
-    method = Dpo(policy, compared, encoder, DATA, settings, max_tokens=20)
+    method = Dpo(policy, FrozenPolicy(frozen, name="reference"), encoder, DATA, settings, max_tokens=20)
     shape = method.shape
     rows = [method.row(place, record) for place, record in enumerate(pairs)]
     loss = backward(method, rows)
 
     expected = torch.zeros((), dtype=torch.float64)
     for record in pairs:
-        expected = expected + by_hand(settings, *(
+        (better, c), (_, b) = (
             scored(truth, truth_frozen, settings.beta, *encoder.encode(messages)) for messages in shape.pair(record)
-        ))
+        )
+        smoothing = settings.label_smoothing
+        expected = expected - (1 - smoothing) * LOG_SIGMOID(c - b) - smoothing * LOG_SIGMOID(b - c)
+        expected = expected + settings.sft_weight * -better.mean()
     expected.backward()
 
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     same(gradients(policy.model), gradients(truth))
 
 
-def by_hand(settings: DpoConfig, chosen, rejected) -> torch.Tensor:
-    """DPO, IPO (2310.12036, with mean log-ratios), SimPO (2405.14734) and ORPO (2403.07691) of what `scored` gives."""
-    (better, c), (worse, r), beta = chosen, rejected, settings.beta
-    if settings.loss == "orpo":
-        odds = [torch.exp(side.mean()) / (1 - torch.exp(side.mean())) for side in (better, worse)]
-        return -better.mean() - beta * torch.log(odds[0] / (odds[0] + odds[1]))
+def by_hand(settings: DpoConfig, means: list[torch.Tensor], ratios: list[torch.Tensor]) -> torch.Tensor:
+    """IPO (2310.12036, with mean log-ratios), SimPO (2405.14734), ORPO (2403.07691) of the better and worse answer."""
     if settings.loss == "ipo":
-        gap = c / len(better) / beta - r / len(worse) / beta
-        return (gap - 1 / (2 * beta)) ** 2 - settings.sft_weight * better.mean()
-    d, s = c - r, settings.label_smoothing
+        loss = (ratios[0] - ratios[1] - 1 / (2 * settings.beta)) ** 2
+        return loss - settings.sft_weight * means[0]
     if settings.loss == "simpo":
-        d = beta * better.mean() - beta * worse.mean() - settings.margin
-    return -(1 - s) * LOG_SIGMOID(d) - s * LOG_SIGMOID(-d) - settings.sft_weight * better.mean()
+        d = settings.beta * means[0] - settings.beta * means[1] - settings.margin
+        s = settings.label_smoothing
+        return (1 - s) * torch.log(1 + torch.exp(-d)) + s * torch.log(1 + torch.exp(d)) - settings.sft_weight * means[0]
+    odds = [torch.exp(mean) / (1 - torch.exp(mean)) for mean in means]
+    ratio = odds[0] / odds[1]
+    return -means[0] - settings.beta * torch.log(ratio / (1 + ratio))
 
 
-@pytest.mark.parametrize(("words", "unused"), [
-    ("dpo.margin=0.5", "dpo.margin"), ("dpo.loss=ipo dpo.label_smoothing=0.1", "dpo.label_smoothing"),
-    ("dpo.loss=orpo dpo.sft_weight=0.1", "dpo.sft_weight"), ("dpo.loss=simpo", ""), ("dpo.loss=sigmoid", ""),
-])
-def test_only_a_loss_that_compares_loads_a_reference_and_settings_of_another_are_refused(model_dir, words, unused):
-    config = load_config([f"policy.model_path={model_dir}", *words.split()])
-    if unused:
-        with pytest.raises(ConfigError, match=f"{unused} does nothing with dpo.loss={config.dpo.loss}"):
-            methods.check_losses(config.dpo, config.reference)
-        return
-    method, _ = make_method(config, "dpo", Opened(model_dir, None, Encoder(model_dir, DATA)), ResumeState("a"), Ranks())
-    assert isinstance(method, Dpo) and (method._reference is None) == (config.dpo.loss == "simpo")
+@pytest.mark.shows("dpo.loss", "dpo.margin")
+@pytest.mark.parametrize("settings", [
+    DpoConfig(loss=DpoLoss.ipo, sft_weight=0.2),
+    DpoConfig(loss=DpoLoss.simpo, beta=2.0, margin=0.5, label_smoothing=0.1, sft_weight=0.3),
+    DpoConfig(loss=DpoLoss.orpo, beta=0.3),
+], ids=lambda settings: settings.loss.name)
+def test_the_other_losses_of_pairs_are_those_of_their_papers(model_dir, pairs, settings):
+    policy, frozen, encoder = exact(load_policy(model_dir)), exact(load_policy(model_dir)), Encoder(model_dir, DATA)
+    with torch.no_grad():
+        for parameter in frozen.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    truth, truth_frozen = double(model_dir), copy.deepcopy(frozen.model).double()
+    truth_frozen.set_attn_implementation("eager")
+    reference = FrozenPolicy(frozen, name="reference") if settings.loss == "ipo" else None
+    method = Dpo(policy, reference, encoder, DATA, settings, max_tokens=40)
+    loss = backward(method, [method.row(place, record) for place, record in enumerate(pairs)])
+
+    expected = torch.zeros((), dtype=torch.float64)
+    for record in pairs:
+        means, ratios = [], []
+        for messages in method.shape.pair(record):
+            mine, ratio = scored(truth, truth_frozen, 1.0, *encoder.encode(messages))
+            means.append(mine.mean())
+            ratios.append(ratio / len(mine))
+        expected = expected + by_hand(settings, means, ratios)
+    expected.backward()
+
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    same(gradients(policy.model), gradients(truth))
+
+
+def test_a_certain_answer_has_a_finite_loss_of_odds_and_settings_of_another_loss_are_refused():
     certain = torch.zeros(1, requires_grad=True)
-    methods.preference_loss(DpoConfig(loss=DpoLoss.orpo), certain, torch.tensor([-0.1])).sum().backward()
+    preference_loss(DpoConfig(loss=DpoLoss.orpo), certain, torch.tensor([-0.1])).sum().backward()
     assert certain.grad.isfinite().all()
+
+    for dpo, reference, name in (
+        (DpoConfig(margin=0.5), ReferenceConfig(), "dpo.margin"),
+        (DpoConfig(loss=DpoLoss.ipo, label_smoothing=0.1), ReferenceConfig(), "dpo.label_smoothing"),
+        (DpoConfig(loss=DpoLoss.orpo, sft_weight=0.1), ReferenceConfig(), "dpo.sft_weight"),
+        (DpoConfig(loss=DpoLoss.simpo), ReferenceConfig(model_path="there"), "reference.model_path"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} does nothing with dpo.loss={dpo.loss}"):
+            check_losses(dpo, reference)
+    check_losses(DpoConfig(label_smoothing=0.1, sft_weight=0.1), ReferenceConfig(model_path="there"))
+
+
+@pytest.mark.parametrize(("loss", "compares"), [("sigmoid", True), ("ipo", True), ("simpo", False), ("orpo", False)])
+def test_only_a_loss_that_compares_loads_a_reference(model_dir, loss, compares):
+    config = load_config([f"policy.model_path={model_dir}", f"dpo.loss={loss}", "publish.transports=[zmq]"])
+    given = Opened(model_dir, None, Encoder(model_dir, DATA))
+    method, _ = make_method(config, "dpo", given, ResumeState("alone"), Ranks())
+    assert isinstance(method, Dpo) and (method._reference is not None) == compares
 
 
 def scored(model, reference, beta: float, ids: np.ndarray, mask: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

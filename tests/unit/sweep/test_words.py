@@ -91,21 +91,27 @@ def test_a_grid_lists_an_interval_only_where_it_is_told_how_finely():
         rates.grid()
     listed = rates.grid(points=4)
 
+    assert len(listed) == 16
     assert sorted({float(lr.partition("=")[2]) for lr, _ in listed}) == pytest.approx(
         [1e-4, 10 ** (-4 + 2 / 3), 10 ** (-4 + 4 / 3), 1e-2])
     assert [eta for _, eta in listed[:4]] == [f"staleness.eta={value}" for value in (0, 2, 3, 5)]
+    assert len(parse_sweep(["staleness.eta=interval(0,2)"]).grid(points=9)) == 3, "each whole number once"
 
 
 def test_a_shipped_space_gives_its_ranges_but_for_what_is_typed():
     words = parse_sweep(["experiment=quickstart", "algorithm=ppo", "search=ppo", "kl.coef=0.5"])
 
-    assert words.fixed == ("experiment=quickstart", "algorithm=ppo", "kl.coef=0.5") and len(words.axes) == 9
+    assert words.fixed == ("experiment=quickstart", "algorithm=ppo", "kl.coef=0.5")
     assert words.axes["policy.optimizer.lr"] == Axis((), 1e-6, 1e-3, log=True)
+    assert words.axes["loss.clip_low"] == Axis((), 0.1, 0.5)
     estimators = words.axes["advantage.estimator"].values
-    for end, estimator in ((0, "gae"), *((1, name) for name in estimators)):
-        swept = [f"{key}={axis.ends[end]}" for key, axis in words.axes.items()]
-        config = load_config([*words.fixed, *swept, f"advantage.estimator={estimator}"])
-        assert config.kl.coef == 0.5 and config.critic.clip == (0.1, 1.0)[end]
+    assert len(words.axes) == 9 and estimators == ("gae", "vtrace", "retrace_v", "td_lambda", "n_step")
+    lowest, highest = (
+        [f"{key}={axis.ends[end]}" for key, axis in words.axes.items()] for end in (0, -1)
+    )
+    for swept in (lowest, highest, *([*highest, f"advantage.estimator={name}"] for name in estimators)):
+        config = load_config([*words.fixed, *swept])
+        assert config.kl.coef == 0.5 and config.critic.clip in (0.1, 1.0)
 
 
 def test_a_space_of_ones_own_is_checked_and_a_single_run_has_none(tmp_path):
@@ -114,7 +120,9 @@ def test_a_space_of_ones_own_is_checked_and_a_single_run_has_none(tmp_path):
     (tmp_path / "search" / "mine.yaml").write_text("hydra: {sweeper: {params: {staleness.eta: '0,4'}}}")
     (tmp_path / "search" / "odd.yaml").write_text("staleness: {eta: 4}")
     assert parse_sweep([QUICK, own, "search=mine"]).axes == {"staleness.eta": Axis(("0", "4"))}
-    with pytest.raises(ConfigError, match="search=odd holds staleness: write what varies"):
-        parse_sweep([own, "search=odd"])
+    for words, message in (([own, "search=odd"], "search=odd holds staleness: write what varies"),
+                           (["search=pppo"], "search=pppo is unknown. Did you mean ppo")):
+        with pytest.raises(ConfigError, match=message):
+            parse_sweep(words)
     with pytest.raises(ConfigError, match="`search=ppo` is of a sweep: use it with streamrl launch -m"):
         read_command_line(["search=ppo"])

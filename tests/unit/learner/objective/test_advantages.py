@@ -68,7 +68,7 @@ def all_advantages(found):
 
 
 @pytest.mark.parametrize("estimator", [*VALUED, "vtrace_critic_free", "group", "clipped_is"])
-@pytest.mark.parametrize("whiten", ["none", "batch"])
+@pytest.mark.parametrize("whiten", ["none", "batch", "group"])
 def test_how_the_batch_is_split_changes_no_advantage(estimator, whiten):
     rows = batch(3, 4)
     loss = replace(PLAIN, surrogate="reinforce") if estimator == "clipped_is" else PLAIN
@@ -123,13 +123,17 @@ def test_truncated_trajectories_bootstrap_and_finished_ones_do_not():
 
 
 @pytest.mark.shows("advantage.bootstrap_truncated")
-def test_a_cut_answer_may_end_with_nothing_as_a_finished_one_does():
-    settings = AdvantageConfig(estimator="gae", baseline="group_mean", lam=1.0)
+@pytest.mark.parametrize("baseline", ["none", "group_mean"])
+def test_a_cut_answer_may_end_with_nothing_as_a_finished_one_does(baseline):
+    settings = AdvantageConfig(estimator="gae", baseline=baseline, lam=1.0)
     cut, finished = ([replace(row, truncated=is_cut, judged=False) for row in batch(1, 4)] for is_cut in (True, False))
-    zero = all_advantages(advantages_of(cut, replace(settings, bootstrap_truncated=False)))
+    ends_with_zero = advantages_of(cut, replace(settings, bootstrap_truncated=False))
 
-    assert torch.equal(zero, all_advantages(advantages_of(finished, settings)))
-    assert not torch.equal(zero, all_advantages(advantages_of(cut, settings)))
+    for i, (advantages, targets) in advantages_of(finished, settings).items():
+        assert torch.equal(ends_with_zero[i][0], advantages) and torch.equal(ends_with_zero[i][1], targets)
+    assert any(not torch.equal(ends_with_zero[i][0], one) for i, (one, _) in advantages_of(cut, settings).items())
+    with pytest.raises(ConfigError, match="bootstrap_truncated=False does nothing with advantage.estimator='group'"):
+        make_objective(AdvantageConfig(bootstrap_truncated=False), PLAIN)
 
 
 def test_an_answer_that_was_cut_and_judged_has_the_advantage_of_a_wrong_one():
@@ -175,6 +179,20 @@ def test_whitening_gives_all_tokens_of_the_batch_mean_zero_and_spread_one():
 
     assert float(found.mean()) == pytest.approx(0.0, abs=1e-5)
     assert float(found.std()) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_whitening_of_groups_gives_the_tokens_of_each_mean_zero_and_spread_one():
+    rows = batch(3, 4)
+    plain = advantages_of(rows, AdvantageConfig(estimator="vtrace"))
+    found = advantages_of(rows, AdvantageConfig(estimator="vtrace", whiten="group"), max_tokens=40)
+
+    for group in range(3):
+        mine = [i for i, row in enumerate(rows) if row.group_id == group]
+        values = [float(x) for i in mine for x in plain[i][0]]
+        mean = sum(values) / len(values)
+        spread = (sum((x - mean) ** 2 for x in values) / (len(values) - 1)) ** 0.5
+        expected = [(x - mean) / spread for x in values]
+        assert [float(x) for i in mine for x in found[i][0]] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.shows("advantage.gamma", "advantage.discount")

@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 
-from learner.objective.regularizers import LossWeights
+from learner.objective.regularizers import LossWeights, Regularizers
 from streamrl.algorithms import constraint_penalty
 from streamrl.config.schema import ConstraintConfig, ConstraintMethod, EntropyAdapt, EntropyConfig, KlConfig, LossConfig
+from streamrl.errors import ConfigError
 from streamrl.metrics.meter import Meter
+from tests.kit.learning import make_objective
 
 FEEDBACK = ("exponential", "linear", "pid", "horizon", "doubling", "log_integral")
 PENALTY, PID = ConstraintMethod.penalty, ConstraintMethod.pid
@@ -129,6 +131,22 @@ def test_low_entropy_widens_the_upper_clip_within_its_bounds():
     assert run(made, *([1.5] * 9), of="entropy").clip_high == 0.2
     assert recorded(made)["clip/high"] == 0.2 and made.entropy_coef == 0.0
     assert run(controls(), 0.5, of="entropy").clip_high == 0.28
+
+
+@pytest.mark.shows("loss.clip_decay")
+def test_the_clip_shrinks_linearly_to_its_part_at_the_end_of_the_run():
+    loss = LossConfig(clip_low=0.2, clip_high=0.4, clip_decay=0.25)
+    made = controls(loss=loss, total_steps=8)
+    objective = make_objective(loss=loss, regularizers=Regularizers(KlConfig(), ConstraintConfig(), loss, made))
+
+    for step, left in enumerate([1.0 - 0.75 * done / 8 for done in range(9)] + [0.25]):
+        made.update(seen(), num_steps=step)
+        knobs = objective.surrogate_options
+        assert (knobs["eps_low"], knobs["eps_high"]) == pytest.approx((0.2 * left, 0.4 * left))
+    assert controls(loss=loss, total_steps=8, num_steps=4).clip_scale == pytest.approx(0.625), "a resumed run"
+    assert run(controls(), 0.1).clip_scale == 1.0
+    with pytest.raises(ConfigError, match="loss.clip_decay=0.5 does nothing with loss.surrogate='tis'"):
+        make_objective(loss=LossConfig(surrogate="tis", clip_decay=0.5))
 
 
 def test_a_multiplier_grows_while_its_constraint_is_violated_and_shrinks_after():

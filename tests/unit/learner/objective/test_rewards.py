@@ -114,6 +114,37 @@ def test_tchebycheff_aims_at_the_given_point_or_the_best_so_far():
     assert given == pytest.approx(algorithms.tchebycheff(components(rows), weights, ideal).tolist())
 
 
+@pytest.mark.shows("objectives.scale_by_range")
+def test_tchebycheff_may_divide_each_component_by_its_range_so_far():
+    rows = [replace(row, scores={**row.scores, "quality": 100 * row.scores["quality"]}) for row in two_scores()]
+    settings = ObjectivesConfig(combine="tchebycheff", components={"quality": 1.0, "length": 2.0}, scale_by_range=True)
+    scores = components(rows).tolist()
+    best, worst = ([end(row[k] for row in scores) for k in (0, 1)] for end in (max, min))
+    expected = [-max(weight * abs(row[k] - best[k]) / (best[k] - worst[k]) for k, weight in ((0, 2.0), (1, 1.0)))
+                for row in scores]
+    assert rewards(rows, settings) == pytest.approx(expected)
+
+    rules = RewardRules(settings, NONE, max_tokens=12)
+    rules.apply([replace(row, scores={"quality": -100.0, "length": 1.0}) for row in rows], plan_of(rows), ALONE)
+    again = RewardRules(settings, NONE, max_tokens=12)
+    again.restore(rules.state())
+    worst[1] = -100.0
+    wider = [-max(weight * abs(row[k] - best[k]) / (best[k] - worst[k]) for k, weight in ((0, 2.0), (1, 1.0)))
+             for row in scores]
+    assert [row.reward for row in again.apply(rows, plan_of(rows), ALONE)[0]] == pytest.approx(wider)
+    same = [replace(row, scores={"quality": 3.0, "length": 1.0}) for row in rows]
+    assert rewards(same, settings) == [0.0] * len(rows), "no range, no division by 0"
+
+
+def test_hypervolume_without_a_reference_begins_a_tenth_of_the_range_below_the_worst():
+    rows, weights = two_scores(), {"quality": 1.0, "length": 1.0}
+    got = rewards(rows, ObjectivesConfig(combine="hypervolume", components=weights))
+    both = list(zip(*components(rows).tolist(), strict=True))
+    point = {name: min(x) - 0.1 * (max(x) - min(x)) for name, x in zip(("length", "quality"), both, strict=True)}
+    given = rewards(rows, ObjectivesConfig(combine="hypervolume", components=weights, reference_point=point))
+    assert got == pytest.approx(given) and len({round(x, 6) for x in got}) > 2
+
+
 def test_the_best_so_far_is_remembered_between_batches_and_restarts():
     rows = two_scores()
     settings = ObjectivesConfig(combine="tchebycheff", components={"quality": 1.0, "length": 1.0})
@@ -174,7 +205,9 @@ def test_a_missing_component_is_named():
     [
         (ObjectivesConfig(combine="magic"), NONE, "choose one of reward"),
         (ObjectivesConfig(combine="gdpo"), NONE, "name them"),
-        (ObjectivesConfig(combine="hypervolume", components={"a": 1.0, "b": 1.0}), NONE, "reference_point for each"),
+        (ObjectivesConfig(combine="hypervolume", components={"a": 1.0, "b": 1.0}, reference_point={"a": 0.0}), NONE,
+         "reference_point for each"),
+        (ObjectivesConfig(combine="gdpo", components={"a": 1.0}, scale_by_range=True), NONE, "does nothing"),
         (ObjectivesConfig(ideal={"a": 1.0}), NONE, "do nothing with objectives.combine=reward"),
         (ObjectivesConfig(combine="tchebycheff", components={"a": 1.0}, ideal={"b": 1.0}), NONE, "no components"),
         (OFF, OverlongConfig(max_tokens=13), "more than the 12 new tokens"),
@@ -237,6 +270,11 @@ def test_only_evaluations_that_no_other_beats_stay_in_the_archive(tmp_path):
     assert [member["version"] for member in made.members] == [10, 30]
     assert metrics["objective/archive_size"] == 2
     assert metrics["objective/hypervolume"] == pytest.approx(0.6 * 4 + 0.5 * 2)
+    parts = {key.removeprefix("objective/"): metrics[key] for key in metrics if key.endswith(("best", "worst", "mean"))}
+    assert parts == pytest.approx({
+        "quality_best": 0.6, "quality_worst": 0.5, "quality_mean": 0.55,
+        "length_best": 4.0, "length_worst": 6.0, "length_mean": 5.0,
+    })
     assert archive(tmp_path).members == made.members  # a resumed run goes on from the file
 
 
