@@ -274,7 +274,7 @@ class StalenessControl:
         self._report(before, ess, grad_norm)
 
     def publish_due(self, version: int, *, asked_for: bool = False) -> bool:
-        """Whether this version should be published: always, every so many batches, or once the drift since the last
+        """Tell whether to publish this version: always, every so many batches, or once the drift since the last
         one is large enough.
 
         Actors that generate from an older version lose lead. At most half of the lead may be lost so, or they would get

@@ -27,7 +27,7 @@ def whitened_in_groups(
     none = torch.zeros(int(groups.max()) + 1, dtype=torch.float64)
 
     def sums(power: int) -> Tensor:
-        """Of the values of the group's tokens to this power, for each trajectory of this rank."""
+        """Sums of the group's token values to this power, for each trajectory of this rank."""
 
         def of_rows(tokens: TokenBatch) -> Tensor:
             key = tokens.micro.trajectory_ids

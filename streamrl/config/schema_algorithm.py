@@ -86,7 +86,7 @@ class ObjectivesConfig:
     ideal: dict[str, float] = field(default_factory=dict)
     """The point that tchebycheff aims at; what is not given is the best seen in the run."""
     reference_point: dict[str, float] = field(default_factory=dict)
-    """What a point must exceed to have any hypervolume; empty is, for combine=hypervolume, the worst seen in the run
+    """Reference point of the hypervolume; empty is, for combine=hypervolume, the worst seen in the run
     less a tenth of the range."""
     scale_by_range: bool = False
     """Divide each component of tchebycheff by its range in the run so far, so that weights alone say what counts."""
