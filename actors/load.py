@@ -141,5 +141,6 @@ class UseMeter:
             self.numbers = {
                 "host_cpu_percent": psutil.cpu_percent(), "rss_bytes": float(psutil.Process().memory_info().rss),
                 "gpu_percent": percent, "gpu_used_bytes": used,
+                "host_memory_percent": psutil.virtual_memory().percent,
             }
             await asyncio.sleep(USE_EVERY_S)

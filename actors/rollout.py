@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from actors.render import SharedPrompts
 from envs.rewards.extract import stated_answer
 from streamrl.errors import ContentError, EngineError
 from streamrl.messages import (
+    FINISHED_AT,
     NUM_FAILED_EPISODES,
     Group,
     Lease,
@@ -73,7 +75,10 @@ async def run_group(lease: Lease, runner: EpisodeRunner, *, on_progress: Callabl
     cause = (runner.last_env_error or "no generation had a token") if num_failed else ""
     if all(member.status == MemberStatus.ABORTED for member in members):
         return returned(lease, ReturnReason.ENV_ERROR, cause)
-    stats = {"generate_s": time.perf_counter() - started, NUM_FAILED_EPISODES: float(num_failed)}
+    stats = {
+        "generate_s": time.perf_counter() - started, NUM_FAILED_EPISODES: float(num_failed),
+        FINISHED_AT: datetime.now(UTC).timestamp(),
+    }
     done = _group(lease, Outcome.COMPLETE, ReturnReason.NONE, cause, _share_prompt(members), stats)
     if trains:
         return done

@@ -127,13 +127,16 @@ def episode_rules(
 ) -> EpisodeRules:
     """The limits of an episode; a trajectory may have what the learner can train on, or more if its answers may.
 
-    A task may know where its answers end (`stop`, as rewards of tagged answers do); `sampling.stop` wins over it.
+    A task may know where its answers end (`stop`, as rewards of tagged answers do), and that they end nowhere else
+    (`ignore_eos`); what the sampling says wins. Turns with tools or of an agent end where the model ends them.
     """
+    only_tags = not sampling.stop and getattr(task, "ignore_eos", False)
     by_turns = config.rollout.max_prompt_tokens + config.env.max_turns * sampling.max_new_tokens
     return EpisodeRules(
         max_prompt_tokens=config.rollout.max_prompt_tokens, max_new_tokens=sampling.max_new_tokens,
         max_turns=config.env.max_turns, max_tokens=max(config.learner.max_tokens_per_device, by_turns),
-        stop=tuple(sampling.stop or getattr(task, "stop", ())), ignore_eos=sampling.ignore_eos,
+        stop=tuple(sampling.stop or getattr(task, "stop", ())),
+        ignore_eos=only_tags if sampling.ignore_eos is None else sampling.ignore_eos,
         step_timeout_s=config.env.step_timeout_s,
         error_floor=config.env.reward_floor if config.env.on_error is OnEnvError.floor else None,
         truncate_prompts=config.data.prompt_overflow is PromptOverflow.truncate_left,

@@ -45,6 +45,8 @@ class DataTask:
         self._settings, self._shape, self._make_env, self._reward = settings, shape, make_env, reward
         self.stop: Sequence[str] = getattr(reward, "stop", ())
         """Texts that end an answer, unless rollout.*.sampling.stop says others."""
+        self.ignore_eos: bool = getattr(reward, "ignore_eos", False)
+        """Whether nothing else ends it, unless rollout.*.sampling says so."""
         for optional in ("set_up", "tear_down"):
             if hasattr(reward, optional):
                 setattr(self, optional, getattr(reward, optional))

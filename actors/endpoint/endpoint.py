@@ -10,7 +10,7 @@ from typing import Any
 
 from actors.endpoint.sessions import Session, Sessions
 from actors.trajectory.client import Client
-from streamrl.config.addresses import in_url, reach_directly
+from streamrl.config.addresses import advertised, in_url, reach_directly
 from streamrl.errors import EngineError
 
 log = logging.getLogger("streamrl.actor")
@@ -21,14 +21,15 @@ class Endpoint:
 
     Args:
         bind: HOST:PORT; port 0 takes a free one.
-        advertise: host name or address in the base URLs of sessions, or a whole URL up to the path; None is the host.
+        advertise: host name, address or network interface in the base URLs of sessions, or a whole URL up to the
+            path; None is the host.
         admin_key: see `Sessions`.
     """
 
     def __init__(self, bind: str = "127.0.0.1:0", advertise: str | None = None, admin_key: str | None = None) -> None:
         self._host, _, port = bind.rpartition(":")
         self._port = int(port)
-        self._advertise = advertise or self._host
+        self._advertise = advertised(advertise or self._host, "actors.endpoint.advertise")
         self._sessions, self._has_admin = Sessions(admin_key), admin_key is not None
         self._starting = asyncio.Lock()
         self._runner: Any = None

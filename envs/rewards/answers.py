@@ -110,6 +110,7 @@ class ThinkAnswerTags(_FoundAnswer):
         "<answer> </answer> tags, for example <answer> 123 </answer>, and stop."
     )
     stop = ("</answer>",)
+    ignore_eos = True  # an answer is over at its tag alone
 
     def find(self, completion: str) -> str | None:
         return last_answer_tag(completion)

@@ -35,7 +35,7 @@ from learner.hub.handlers.control import ControlHandler
 from learner.hub.handlers.ranks import RankHandler
 from learner.hub.setup import open_ledger
 from learner.hub.status import write_hub_json, write_status
-from streamrl.config.addresses import in_url, is_wildcard
+from streamrl.config.addresses import advertised, in_url, is_wildcard
 from streamrl.messages import InstallSource
 from streamrl.metrics.files import read_object
 from streamrl.run_dirs import LAUNCH_NOTE
@@ -97,7 +97,7 @@ class HubServer:
         bind(self._actor_socket, settings.bind, "hub.bind")
         self.endpoint = bound_endpoint(self._actor_socket)
         bound = self.endpoint.removeprefix("tcp://").rpartition(":")[0]
-        host = in_url(settings.hub.advertise or bound)
+        host = in_url(advertised(settings.hub.advertise or bound, "hub.advertise"))
         weights = WeightServer(self._zmq, settings, host, self._authenticator)
         self._rank_authenticator = Authenticator(self._rank_zmq, rank_keys) if rank_keys is not None else None
         self._rank_socket = self._rank_zmq.socket(zmq.ROUTER)

@@ -82,6 +82,7 @@ def _arrived(added: Mapping[str, float]) -> dict[str, float]:
         "score/mean": added["arrived_score"] / count,
         "length/dispatched": tokens / count,
         "length/dispatched_truncated_fraction": added.get("arrived_cut", 0.0) / count,
+        "rollout/temperature": added.get("arrived_temperature", 0.0) / count,
         **{member("arrived", name.removeprefix(_PART)): value / count for name, value in added.items()
            if name.startswith(_PART)},
     }

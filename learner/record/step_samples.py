@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from transformers import AutoTokenizer
 
+from envs.expected import known_answer
 from envs.registry import task_of
 from envs.rewards.extract import final_answer
 from learner.data.trajectories import Trajectory, read_groups
@@ -26,7 +27,7 @@ from learner.objective.statistics import StepStatistics
 from learner.ranks.mesh import Ranks
 from streamrl.config.eval_sets import EvalSet
 from streamrl.config.schema import SamplesConfig
-from streamrl.environment import HasTarget, KnowsAnswer, Task
+from streamrl.environment import Task
 from streamrl.messages import EVAL_BIT, BatchShare, EvalResult, KeptGroup
 from streamrl.messages.printable import printable
 from streamrl.messages.seeding import draw_key, mix64
@@ -355,14 +356,8 @@ class ExpectedAnswers:
     def __call__(self, sample: Sample) -> str:
         """The record's own answer, without its derivation and cut to 500 characters; "" if it has none."""
         try:
-            task = self._task(sample.dataset)
             split = "test" if sample.kind == "eval" else "train"
-            record = task.record(split, sample.record % task.num_records(split))
-            answer = None
-            if isinstance(task, KnowsAnswer):
-                answer = task.answer(record)
-            elif isinstance(task, HasTarget):
-                answer = task.target(record)
+            answer = known_answer(self._task(sample.dataset), split, sample.record)
         except Exception:  # code of users: a sample without it is worth more than none
             log.debug("no expected answer for record %d", sample.record, exc_info=True)
             return ""
@@ -373,4 +368,4 @@ class ExpectedAnswers:
             one = self._sets[dataset]
             task = task_of(one.config) if one.other_task else self._tasks[""]
             self._tasks[dataset] = task
-        return getattr(self._tasks[dataset], "base", self._tasks[dataset])  # of a task with tools around it
+        return self._tasks[dataset]

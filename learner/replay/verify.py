@@ -141,7 +141,7 @@ def _words(folder: Path, words: Sequence[str], manifest: dict[str, Any]) -> list
     """Settings for what is elsewhere here. Raises ControlError: a file of the task is missing, or is another one."""
     made = []
     if (folder / "start_model").is_dir() and not any(word.startswith("policy.model_path=") for word in words):
-        made.append(f"policy.model_path={folder / 'start_model'}")
+        made += [f"policy.model_path={folder / 'start_model'}", "policy.tokenizer_path=null"]
     given = dict(word.split("=", 1) for word in words if "=" in word)
     inputs = manifest.get("inputs", {})
     for setting, entry in inputs.items() if isinstance(inputs, dict) else ():

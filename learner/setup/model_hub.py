@@ -1,20 +1,31 @@
-"""Checkpoints named as on the model hub (`owner/name`): taken from its cache on this machine, or fetched once."""
+"""The folders of the models that settings name: those of the model hub (`owner/name`), taken from its cache on this
+machine or fetched once; versions of runs; and a model with another tokenizer than its own."""
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from envs.data.hub import hub_answers
-from streamrl.errors import ConfigError, RunNotFoundError
+from learner.model.config_file import policy_vocab_size
+from streamrl.config.schema import PolicyConfig
+from streamrl.errors import ConfigError, RunNotFoundError, in_one_line
 from streamrl.named_code import allow_words
 from streamrl.processes import for_all
 from streamrl.run_dirs import find_run_dir
 from streamrl.stream.rebuilt import NAMED, named_version, rebuilt
+from streamrl.weights.model_folder import check_vocabulary
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """What a checkpoint of ours may hold; a repository often has the weights a second time in other formats."""
+TOKENIZER_FILES = (
+    "added_tokens.json", "additional_chat_templates", "chat_template.*", "merges.txt", "special_tokens_map.json",
+    "spiece.model", "tokenizer*", "vocab.*",
+)
 
 
 def find_models(
@@ -35,6 +46,43 @@ def find_models(
             setattr(section, key, str(rebuilt(*named, allow_words(allow)).resolve()))
         elif path is not None and is_hub_name(path):
             setattr(section, key, _folder(path, setting, notify))
+    if (policy := sections.get("policy.model_path")) is not None and policy.tokenizer_path is not None:
+        policy.model_path = str(_with_tokenizer(Path(policy.model_path), policy))
+
+
+def _with_tokenizer(model: Path, policy: PolicyConfig) -> Path:
+    """A folder of links to the model's files and to those of `policy.tokenizer_path`; the model's where they are its.
+
+    Raises ConfigError: no tokenizer there, or one with tokens that the model has no row for.
+    """
+    from transformers import AutoTokenizer
+
+    other, said = Path(str(policy.tokenizer_path)), f"policy.tokenizer_path={policy.tokenizer_path}"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(other, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of any library that a tokenizer needs
+        raise ConfigError(f"{said} holds no tokenizer, give a folder with one: {in_one_line(error)}") from error
+    check_vocabulary(tokenizer, policy_vocab_size(model), said=said)
+    theirs, mine = _tokenizer_files(other), _tokenizer_files(model)
+    contents = {name: path.read_bytes() for name, path in theirs.items()}
+    if contents == {name: path.read_bytes() for name, path in mine.items()}:
+        return model
+    known = hashlib.sha256(repr((str(model.resolve()), sorted(contents.items()))).encode()).hexdigest()[:12]
+    folder = Path(policy.tiny.cache_dir).resolve() / f"{model.name}-tokenizer-{known}"
+    if not folder.is_dir():
+        draft = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
+        draft.mkdir(parents=True)
+        for path in [*(one for one in model.iterdir() if one.is_file() and one.name not in mine), *theirs.values()]:
+            (draft / path.name).symlink_to(path.resolve())
+        try:
+            draft.rename(folder)
+        except OSError:  # another rank was first
+            shutil.rmtree(draft)
+    return folder
+
+
+def _tokenizer_files(folder: Path) -> dict[str, Path]:
+    return {path.name: path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)) if path.is_file()}
 
 
 def _named(path: str, setting: str) -> tuple[Path, int] | None:

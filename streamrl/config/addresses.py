@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import fields, is_dataclass
 from ipaddress import ip_address
+from socket import AF_INET, AF_INET6
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +22,21 @@ def is_address(address: str) -> bool:
 def in_url(host: str) -> str:
     """A host as it stands in front of :PORT; an address of IPv6 has brackets there."""
     return f"[{host.strip('[]')}]" if ":" in host else host
+
+
+def advertised(host: str, setting: str) -> str:
+    """The address to tell others: of a network interface of this machine, its first one; else what was given.
+
+    Raises ConfigError: that interface has no address.
+    """
+    import psutil
+
+    if host not in (interfaces := psutil.net_if_addrs()):
+        return host
+    found = [one.address for kind in (AF_INET, AF_INET6) for one in interfaces[host] if one.family == kind]
+    if not (found := [one for one in found if not one.startswith("fe80:")]):
+        raise ConfigError(f"{setting}={host} is an interface of this machine without an address: give a host name")
+    return found[0]
 
 
 def is_loopback(address: str) -> bool:

@@ -251,6 +251,11 @@ def _check_names(config: Config) -> None:
         "leave one of them out",
     )
     _need(
+        not tiny.enabled or config.policy.tokenizer_path is None,
+        f"policy.tokenizer_path={config.policy.tokenizer_path} does not fit a tiny model, whose tokenizer is made for "
+        "its task: leave it out, or give policy.model_path",
+    )
+    _need(
         not tiny.enabled or tiny.hidden_size % tiny.num_heads == 0,
         f"policy.tiny.hidden_size={tiny.hidden_size} must be a multiple of policy.tiny.num_heads={tiny.num_heads}",
     )

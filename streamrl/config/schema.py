@@ -74,8 +74,9 @@ class SamplingConfig:
     (docs/gpu.md)."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a turn; they stay in the output."""
-    ignore_eos: bool = False
-    """Go on after the end-of-sequence token (benchmarks only)."""
+    ignore_eos: bool | None = None
+    """Go on after the end-of-sequence token; null does where the reward ends answers at its own tag
+    (`reward.type=think_answer_tags`) and no `stop` is set."""
 
 
 @dataclass
@@ -107,7 +108,7 @@ class EvalSamplingConfig:
     stop: list[str] | None = None
     """Texts that end a turn; null is as in training."""
     ignore_eos: bool | None = None
-    """Go on after the end-of-sequence token (benchmarks only); null is as in training."""
+    """Go on after the end-of-sequence token; null is as in training."""
 
 
 @dataclass
@@ -272,6 +273,9 @@ class PolicyConfig:
     model_path: str | None = None
     """A Hugging Face checkpoint: a local directory, or a name of the model hub (`owner/name`). On the command line it
     turns an experiment's tiny model off."""
+    tokenizer_path: str | None = None
+    """A folder whose tokenizer and chat template take the place of the model's, for actors, exports and all who load
+    them; the model must have a row for each of its tokens."""
     dtype: str = "auto"
     """Compute: auto is float32 on a CPU and bfloat16 on a GPU. Master weights and moments are always float32."""
     gradient_checkpointing: bool = False

@@ -111,8 +111,8 @@ class EndpointConfig:
     bind: str = "127.0.0.1:0"
     """Where an actor serves agents over HTTP (`env.agent`, `env.agent_command`), HOST:PORT; port 0 takes a free one."""
     advertise: str | None = None
-    """Host name or address that agents should use, as from inside a container, or a whole URL; null is that of
-    `actors.endpoint.bind`."""
+    """Host name, address or network interface that agents should use, as from inside a container, or a whole URL; null
+    is that of `actors.endpoint.bind`."""
     admin_key_env: str | None = None
     """The environment variable with the key under which programs open episodes (`env.agent=outside`) and read them."""
 
@@ -170,7 +170,8 @@ class HubConfig:
     keys: str | None = None
     """Directory of `streamrl keys new`: only actors whose keys are in it may connect, encrypted; null asks for none."""
     advertise: str | None = None
-    """Host name or address that actors should use for the weight socket; null is the bind address."""
+    """Host name or address that actors should use for the weight socket, or the network interface that has it, such as
+    eth0; null is the bind address."""
     heartbeat_s: Positive = 1.0
     """Interval of the heartbeats of both sides."""
     dead_after_s: float = 5.0

@@ -397,8 +397,8 @@ class Member(Message):
         return self.status == MemberStatus.TRUNCATED or self.finish == "length"
 
 
-NUM_FAILED_EPISODES = "num_failed_episodes"
-"""Key of `Group.stats`."""
+NUM_FAILED_EPISODES, FINISHED_AT = "num_failed_episodes", "finished_at"
+"""Keys of `Group.stats`; the second is the actor's clock when the group was whole, in seconds since 1970."""
 
 
 @message(4, TO_HUB)

@@ -166,6 +166,7 @@ _OF_HUB = section(
     ("hub/episode_generation_s", "s", "last", "Time of all episodes together in the engines since the hub began."),
     ("hub/episode_environment_s", "s", "last", "The same in their environments, waiting for a thread included."),
     ("hub/actor_cpu_percent", "%", "last", "CPU use of the busiest actor's host."),
+    ("hub/actor_memory_percent", "%", "last", "Memory in use on the fullest actor's host."),
     ("hub/actor_rss_bytes", "bytes", "last", "Resident memory of the largest actor."),
     ("hub/actor_gpu_percent", "%", "last", "Use of the busiest actor's GPU in the last ten seconds; 0 without one."),
     ("hub/actor_gpu_used_bytes", "bytes", "last", "Memory in use on the fullest GPU of an actor; 0 without one."),
@@ -215,6 +216,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("rollout/response_tokens/train", "tokens", "mean", "Action tokens of a trained trajectory."),
         ("rollout/length_clip_ratio/train", "fraction", "mean", "Trained trajectories cut by a length or turn limit."),
         ("rollout/num_turns/train", "turns", "mean", "Turns of a trained trajectory."),
+        ("rollout/temperature", "temperature", "mean", "Of a trajectory that came in this step, before any filter."),
         ("rollout/set_size", "tokens", "mean", "Tokens that top_p, top_k and min_p left to draw a token from.", "sets"),
         ("rollout/set_size_max", "tokens", "max", "The most of them; at `max_kept` this bound cuts too.", "sets"),
         ("rollout/sequences_per_trajectory", "sequences", "mean",
@@ -414,11 +416,13 @@ SECTIONS: dict[str, list[Metric]] = {
     "Process": section(
         ("system/cpu_percent", "%", "max", "CPU use of the learner's host."),
         ("system/learner_cpu_percent", "%", "max", "CPU use of a learner rank; 100 is one core."),
+        ("system/memory_percent", "%", "max", "Memory in use on the learner's host."),
         ("system/rss_bytes", "bytes", "max", "Resident memory of a learner rank."),
         ("meter/num_nonfinite", "values", "sum", "Values refused by the meter because they were not finite."),
     ) + section(
         ("system/gpu_reserved_bytes", "bytes", "max", "Reserved GPU memory per rank."),
         ("system/gpu_allocated_bytes", "bytes", "max", "Peak allocated GPU memory of a rank in this step."),
+        ("system/gpu_percent", "%", "max", "Use of a learner rank's GPU in the last ten seconds."),
         needs="gpu",
     ),
 }

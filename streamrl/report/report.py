@@ -181,8 +181,10 @@ SECTIONS: Mapping[str, Sequence[Callable[[RunRecord], Chart | None]]] = {
               lambda record: {**_shadows(record, "grad_norm"), "shadow/grad_norm": "in use"}, log=True),
     ),
     "System": (
-        Lines("CPU use", "%", {"system/cpu_percent": "host of the learner, all cores",
-                               "system/learner_cpu_percent": "learner, 100 is one core"}, from_zero=True),
+        Lines("CPU and GPU use", "%", {
+            "system/cpu_percent": "host of the learner, all cores", "system/gpu_percent": "GPU of the learner",
+            "system/learner_cpu_percent": "learner, 100 is one core", "hub/actor_cpu_percent": "busiest actor's host",
+            "hub/actor_gpu_percent": "busiest actor's GPU"}, from_zero=True),
         Lines("Memory of the learner", "GB", {
             "system/rss_bytes": "resident", "system/gpu_allocated_bytes": "GPU, peak allocated",
             "system/gpu_reserved_bytes": "GPU, reserved"}, scale=1e-9, from_zero=True, smoothed=False),

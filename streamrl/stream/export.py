@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -41,6 +41,7 @@ def export(
     model: str,
     text: Text | None,
     rewards: tuple[float, float] = (-math.inf, math.inf),
+    known: Mapping[int, str | None] = {},
 ) -> int:
     """Write the answers of the groups, and return their number; without one nothing is written.
 
@@ -48,6 +49,7 @@ def export(
         out: FILE.parquet, FILE.json (a list of trajectories), or a folder that gets a file for each trajectory.
         text: decodes token ids; None where there is no tokenizer.
         rewards: the smallest and the largest reward of an answer.
+        known: the own answers of records, by their numbers.
     Raises:
         ControlError: another kind of file, or a library is missing.
     """
@@ -59,12 +61,14 @@ def export(
         return 0
     answers = chain([first], found)
     if out.suffix == ".parquet":
-        return _parquet((row(group, member, text) for group, member in answers), out)
-    documents = (trajectory(group, member, run_id=run_id, model=model, text=text) for group, member in answers)
+        return _parquet((row(group, member, text, known) for group, member in answers), out)
+    documents = (
+        trajectory(group, member, run_id=run_id, model=model, text=text, known=known) for group, member in answers
+    )
     return _list(documents, out) if out.suffix else _files(documents, out)
 
 
-def row(group: LoggedGroup, member: Member, text: Text | None) -> dict[str, Any]:
+def row(group: LoggedGroup, member: Member, text: Text | None, known: Mapping[int, str | None] = {}) -> dict[str, Any]:
     """One answer as a row of a table."""
     prompt, tokens = _ids(group.prompt_ids(member)), _ids(member.token_ids)
     versions = [-1] * len(tokens)
@@ -73,7 +77,8 @@ def row(group: LoggedGroup, member: Member, text: Text | None) -> dict[str, Any]
     arrived = group.arrived
     return {
         "sequence": group.sequence, "group_id": arrived.group_id, "member": member.index, "actor": arrived.actor_id,
-        "prompt_index": arrived.prompt_index, "outcome": group.outcome, "reason": group.reason,
+        "prompt_index": arrived.prompt_index, "expected": known.get(arrived.prompt_index),
+        "finished_at": group.finished_at, "outcome": group.outcome, "reason": group.reason,
         "trained_at": group.trained_at, "reward": member.reward, "scores": json.dumps(member.scores),
         "finish": member.finish, "truncated": member.status == MemberStatus.TRUNCATED,
         "temperature": (member.sampling or group.group.sampling).temperature if group.group else 0.0,
@@ -86,7 +91,10 @@ def row(group: LoggedGroup, member: Member, text: Text | None) -> dict[str, Any]
     }
 
 
-def trajectory(group: LoggedGroup, member: Member, *, run_id: str, model: str, text: Text | None) -> dict[str, Any]:
+def trajectory(
+    group: LoggedGroup, member: Member, *, run_id: str, model: str, text: Text | None,
+    known: Mapping[int, str | None],
+) -> dict[str, Any]:
     """One answer as a document of ATIF: the prompt, and every turn with what the environment said after it."""
     prompt, tokens = _ids(group.prompt_ids(member)), _ids(member.token_ids)
     said = text or (lambda ids: "")
@@ -118,7 +126,8 @@ def trajectory(group: LoggedGroup, member: Member, *, run_id: str, model: str, t
         "extra": {
             "reward": member.reward, "scores": dict(member.scores), "finish": member.finish,
             "group_id": arrived.group_id, "member": member.index, "actor": arrived.actor_id,
-            "prompt_index": arrived.prompt_index, "outcome": group.outcome, "trained_at": group.trained_at,
+            "prompt_index": arrived.prompt_index, "expected": known.get(arrived.prompt_index),
+            "finished_at": group.finished_at, "outcome": group.outcome, "trained_at": group.trained_at,
             "versions": [[span.version, span.start, span.end] for span in member.versions],
         },
     }
@@ -224,7 +233,8 @@ def _parquet(answers: Iterable[dict[str, Any]], out: Path) -> int:
     integers, numbers, words = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.string()
     kinds = {
         "sequence": pa.int64(), "group_id": pa.int64(), "member": pa.int32(), "actor": words,
-        "prompt_index": pa.int64(), "outcome": words, "reason": words, "trained_at": pa.int64(),
+        "prompt_index": pa.int64(), "expected": words, "finished_at": pa.float64(), "outcome": words, "reason": words,
+        "trained_at": pa.int64(),
         "reward": pa.float64(), "scores": words, "finish": words, "truncated": pa.bool_(), "temperature": pa.float64(),
         "num_turns": pa.int32(), "turn_rewards": pa.list_(pa.float64()), "turn_finishes": pa.list_(words),
         "num_sequences": pa.int32(), "agents": pa.list_(words),

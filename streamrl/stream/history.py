@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.errors import ControlError
-from streamrl.messages import TO_HUB, Group, Manifest, Member, MemberStatus
+from streamrl.messages import FINISHED_AT, TO_HUB, Group, Manifest, Member, MemberStatus
 from streamrl.messages.codec import Decoder
 from streamrl.metrics.run_record import starts_of
 from streamrl.stream.records import (
@@ -200,6 +200,11 @@ class LoggedGroup:
         """Mean reward of its answers."""
         found = [member.reward for member in self.members]
         return sum(found) / len(found) if found else None
+
+    @property
+    def finished_at(self) -> float | None:
+        """Seconds since 1970 by the clock of its actor; None if it did not say."""
+        return self.group.stats.get(FINISHED_AT) if self.group is not None else None
 
     def prompt_ids(self, member: Member) -> bytes:
         """Equal prompts are sent once, with the first member."""

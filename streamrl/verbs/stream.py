@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from streamrl.commands import parser_of, say
 from streamrl.errors import ControlError
 from streamrl.messages.codec import unpack_ids
 from streamrl.messages.printable import printable
+from streamrl.named_code import is_own
 from streamrl.run_dirs import find_run_dir, has_learner
 from streamrl.stream.export import Text, export, run_text
 from streamrl.stream.history import OUTCOMES, LoggedGroup, Wanted, rows
@@ -20,6 +22,7 @@ from streamrl.stream.records import (
     BatchCut,
     CheckpointSaved,
     Evaluated,
+    GroupArrived,
     GroupMoved,
     Record,
     RunStarted,
@@ -176,13 +179,24 @@ def _export(run_dir: Path, wanted: Wanted, out: Path, rewards: tuple[float, floa
     start = next((one for _, one in read_records(run_dir, complete_from=ANYWHERE) if isinstance(one, RunStarted)), None)
     num = export(
         _selected(run_dir, wanted), out, run_id=start.run_id if start else run_dir.resolve().name,
-        model=_model_of(start), text=text, rewards=rewards or (-math.inf, math.inf),
+        model=_model_of(start), text=text, rewards=rewards or (-math.inf, math.inf), known=_known_answers(run_dir),
     )
     if not num:
         print("no answers match; nothing written", file=sys.stderr)
         return NOTHING
     print(f"{num} answers in {out}")
     return 0
+
+
+def _known_answers(run_dir: Path) -> dict[int, str | None]:
+    """The own answers of the records, by their numbers, from a process that makes the task; it says why it cannot."""
+    if not is_own(run_dir / "config.yaml"):  # somebody else's could name any file of this machine
+        return {}
+    arrived = (one for _, one in read_records(run_dir, complete_from=ANYWHERE) if isinstance(one, GroupArrived))
+    numbers = sorted({one.prompt_index for one in arrived})
+    command = [sys.executable, "-m", "envs.expected", str(run_dir)]
+    done = subprocess.run(command, input=json.dumps(numbers), stdout=subprocess.PIPE, text=True)
+    return {} if done.returncode else dict(zip(numbers, json.loads(done.stdout), strict=True))
 
 
 def _model_of(start: RunStarted | None) -> str:

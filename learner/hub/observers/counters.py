@@ -73,6 +73,7 @@ SUMS = {
 LARGEST = {
     "env_step_p95_s": "env_step_p95_s", "host_cpu_percent": "actor_cpu_percent", "rss_bytes": "actor_rss_bytes",
     "gpu_percent": "actor_gpu_percent", "gpu_used_bytes": "actor_gpu_used_bytes",
+    "host_memory_percent": "actor_memory_percent",
 }
 """The same of numbers of which the hub tells the largest of all actors, as of the slowest or busiest one."""
 
@@ -143,7 +144,8 @@ class Arrivals(Observer):
     """Training groups that are well-formed and no repetition, also those that are too old to be trained on."""
 
     def __init__(self) -> None:
-        names = ("trajectories", "reward", "reward_squared", "score", "tokens", "bytes", "failed_groups", "cut")
+        names = ("trajectories", "reward", "reward_squared", "score", "tokens", "bytes", "failed_groups", "cut",
+                 "temperature")
         self._sums = Counter(dict.fromkeys(names, 0.0))
         self._lowest, self._highest = math.inf, -math.inf
 
@@ -164,6 +166,7 @@ class Arrivals(Observer):
             score=sum(member.scores.get("score", member.reward) for member in members),
             tokens=sum(end - start for member in members for start, end in member.mask), bytes=arrival.num_bytes,
             failed_groups=bool(group.num_failed_episodes), cut=sum(member.cut for member in members),
+            temperature=sum((member.sampling or group.sampling).temperature for member in members),
         )
         for name, value in ((name, value) for member in members for name, value in member.scores.items()):
             if name != "score" and (PART + name in self._sums or len(self._sums) < MAX_SUMS):

@@ -120,3 +120,4 @@ def test_the_use_of_host_and_gpu_is_measured_without_a_context_on_the_gpu(monkey
         asyncio.run(asyncio.wait_for(meter.watch(), 3))
     assert (meter.numbers["gpu_percent"], meter.numbers["gpu_used_bytes"]) == (95.0, 2000 * 2**20)
     assert meter.numbers["rss_bytes"] > 1e7 and 0.0 <= meter.numbers["host_cpu_percent"] <= 100.0
+    assert 0.0 < meter.numbers["host_memory_percent"] < 100.0

@@ -44,9 +44,9 @@ def config_of(*words: str) -> Config:
     return from_plain(BASE, words)
 
 
-def tiny_model(directory: Path, seed: int = 0) -> Path:
+def tiny_model(directory: Path, seed: int = 0, *, characters: str = CHARACTERS) -> Path:
     return make_tiny_model(
-        directory, characters=CHARACTERS, hidden_size=16, num_layers=1, num_heads=2, max_positions=512, seed=seed
+        directory, characters=characters, hidden_size=16, num_layers=1, num_heads=2, max_positions=512, seed=seed
     )
 
 

@@ -18,14 +18,20 @@ import zmq
 from actors.__main__ import work
 from actors.engines.vllm.process import engine_arguments
 from actors.episode import PromptTooLongError
+from actors.render import load_tokenizer
 from actors.runtime import ActorRuntime, build_runtime, default_actor_id, weight_source
 from actors.settings import engine_spec, pick_device
 from learner.hub_client.settings import limits
+from learner.model.policy import load_policy
+from learner.publish.export import export_model
+from learner.setup.model_hub import find_models
+from learner.setup.preflight import models_of
 from streamrl.config.load import from_plain, to_plain
-from streamrl.errors import EngineError
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError, EngineError
 from streamrl.messages import InstallSource, Member, MemberStatus, Sampling, VersionRef, Welcome
 from streamrl.named_code import words_for_actors
-from tests.unit.config.setting_harness import LiveHub, config_of, tiny_model
+from tests.unit.config.setting_harness import CHARACTERS, LiveHub, config_of, tiny_model
 
 pytestmark = pytest.mark.timeout(60)
 SIZES = (
@@ -238,6 +244,45 @@ def read_by(hub, welcome, *words: str) -> list[int]:
     with runtime_of(hub, welcome, SCRIPTED, *words) as runtime:
         played(runtime)
         return list(runtime.engine.requests[-1].prompt_ids)
+
+
+def with_tokenizer(model: Path, other: Path) -> Config:
+    """The settings of a run of the model with the other one's tokenizer, as a learner makes them ready."""
+    config = config_of(
+        f"policy.model_path={model}", f"policy.tokenizer_path={other}", f"policy.tiny.cache_dir={model.parent}", *SIZES
+    )
+    find_models(models_of(config), notify=pytest.fail)
+    return config
+
+
+@pytest.mark.shows("policy.tokenizer_path")
+def test_actors_and_exports_have_the_tokenizer_that_is_set(welcome, hub, tmp_path):
+    model, other = tiny_model(tmp_path / "model"), tiny_model(tmp_path / "other", characters=CHARACTERS[::-1])
+    config = with_tokenizer(model, other)
+    made, read = Path(config.policy.model_path), {}
+    with LiveHub(tmp_path, config) as live:
+        live.publish(0, made)
+        for name, one, told in (("own", hub, welcome), ("other", live, live.connect().join())):
+            with runtime_of(one, told, SCRIPTED) as runtime:
+                played(runtime)
+                read[name] = list(runtime.engine.requests[-1].prompt_ids)
+    export_model(load_policy(made), made, tmp_path / "export")
+    mine, theirs, exported = (load_tokenizer(folder) for folder in (model, other, tmp_path / "export"))
+
+    assert read["own"] != read["other"] and mine.decode(read["own"]) == theirs.decode(read["other"])
+    assert exported.encode("abc") == theirs.encode("abc") != mine.encode("abc")
+    assert with_tokenizer(made, other).policy.model_path == str(made), "as for a run that goes on"
+    assert from_plain(to_plain(config)).policy.tokenizer_path == str(other)
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path):
+    model, larger = tiny_model(tmp_path / "model"), tiny_model(tmp_path / "larger", characters=f"{CHARACTERS}xyz")
+    with pytest.raises(ConfigError, match=f"policy.tokenizer_path={larger}: .* 3 tokens that its model has no row for"):
+        with_tokenizer(model, larger)
+    with pytest.raises(ConfigError, match="holds no tokenizer, give a folder with one"):
+        with_tokenizer(model, tmp_path)
+    with pytest.raises(ConfigError, match="does not fit a tiny model"):
+        config_of(f"policy.tokenizer_path={larger}")
 
 
 @pytest.mark.shows("data.apply_chat_template", "data.system_prompt")

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import zmq
@@ -64,6 +65,9 @@ from tests.unit.config.test_setting_effects_ledger import joined, ledger_of
 from tests.unit.hub.factories import FakeActor, end_batch, make_ledger, publish, run_started
 
 pytestmark = pytest.mark.timeout(60)
+LOOPBACK = next(
+    name for name, found in psutil.net_if_addrs().items() if "127.0.0.1" in [one.address for one in found]
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +96,9 @@ def test_weights_are_served_at_the_port_that_is_set(tmp_path, model_dir):
 
 
 @pytest.mark.shows("hub.advertise")
-@pytest.mark.parametrize(("advertise", "host"), [("null", "127.0.0.1"), ("localhost", "localhost")])
+@pytest.mark.parametrize(("advertise", "host"), [
+    ("null", "127.0.0.1"), ("localhost", "localhost"), (LOOPBACK, "127.0.0.1"),
+])
 def test_weights_are_offered_at_the_advertised_host(tmp_path, model_dir, advertise, host):
     with LiveHub(tmp_path, config_of(f"hub.advertise={advertise}")) as hub:
         hub.publish(0, model_dir)

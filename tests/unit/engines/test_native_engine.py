@@ -22,6 +22,7 @@ from tests.unit.engines.tiny_models import (
     VOCAB,
     GatedTokenizer,
     assert_logprobs,
+    character_tokenizer,
     document,
     engine_for,
     llama,
@@ -236,6 +237,19 @@ async def test_an_end_token_ends_a_sequence_and_is_kept():
     for generation in stopped:
         assert generation.token_ids.index(1) == len(generation.token_ids) - 1
     assert len(ignoring.token_ids) == 200
+
+
+async def test_a_stop_text_ends_a_sequence_after_an_end_token_that_is_ignored():
+    tokenizer, jobs = character_tokenizer(), [(prompt_of(4), 200, seed) for seed in range(12)]
+
+    async with engine_for(qwen3(), tokenizer) as engine:
+        ended = await asyncio.gather(*(engine.generate(request(p, n, seed=s, ignore_eos=False)) for p, n, s in jobs))
+        (prompt, new, seed), first = next(pair for pair in zip(jobs, ended, strict=True) if pair[1].finish == "stop")
+        free = await engine.generate(request(prompt, new, seed=seed))
+        stop = tokenizer.decode(free.token_ids[len(first.token_ids) + 4 :][:4])
+        done = await engine.generate(request(prompt, new, seed=seed, stop=(stop,)))
+    assert done.finish == "stop" and len(done.token_ids) == len(first.token_ids) + 8
+    assert done.token_ids == free.token_ids[: len(done.token_ids)] and 1 in done.token_ids
 
 
 @settings(max_examples=25, deadline=None)

@@ -372,6 +372,11 @@ def test_end_tokens_and_stop_strings_end_a_sequence_and_are_kept(harness):
         assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
         assert text(stopped.token_ids).endswith(stop) and stop not in text(stopped.token_ids[:-1])
         assert stopped.logprobs == free.logprobs[: len(stopped.token_ids)]
+        seed, first = next((seed, done) for seed, done in enumerate(ended) if done.finish == "stop")
+        past = await harness.engine.generate(request(prompt_of(5, seed), 100, seed=seed))
+        tag = text(past.token_ids[len(first.token_ids) + 4 :][:4])
+        tagged = await harness.engine.generate(request(prompt_of(5, seed), 100, seed=seed, stop=(tag,)))
+        assert tagged.finish == "stop" and len(tagged.token_ids) == len(first.token_ids) + 8, "the end is ignored"
 
     harness.run(whole())
 

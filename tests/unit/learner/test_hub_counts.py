@@ -43,9 +43,11 @@ def test_means_are_of_what_came_in_this_step_alone():
     assert first["reward/std"] == pytest.approx((4.0 / 4 - 0.5**2) ** 0.5)
     assert (second["reward/mean"], second["score/mean"], second["length/dispatched"]) == (-1.5, 0.0, 30.0)
     assert second["throughput/wire_bytes_per_token"] == 5.0
-    more = {**later, "arrived_trajectories": 8.0, "arrived_cut": 1.0, "arrived_part_the format": 3.0}
+    more = {**later, "arrived_trajectories": 8.0, "arrived_cut": 1.0, "arrived_part_the format": 3.0,
+            "arrived_temperature": 1.4}
     fourth = counts.since_last(more)
     assert (fourth["length/dispatched_truncated_fraction"], fourth["arrived/the_format"]) == (0.5, 1.5)
+    assert fourth["rollout/temperature"] == 0.7
     assert "reward/mean" not in third and "length/dispatched" not in third
 
 

@@ -8,11 +8,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from actors.recorded import main as recorded_main
+from envs.registry import task_of
 from learner.replay.__main__ import main as replay_main
 from learner.replay.what_if import main as what_if_main
 from streamrl.config.load import load_config, to_yaml
 from streamrl.errors import ControlError
-from streamrl.messages import Group, Outcome, PlanRow, ReturnReason, Sampling
+from streamrl.messages import FINISHED_AT, Group, Outcome, PlanRow, ReturnReason, Sampling
 from streamrl.messages.codec import encode
 from streamrl.named_code import sign
 from streamrl.stream.export import export, last_line
@@ -27,7 +28,7 @@ from tests.unit.hub.factories import member
 def arrived(group_id: int, actor: str, version: int, rewards: tuple[float, ...], refused: str = "") -> GroupArrived:
     group = Group(
         incarnation=1, seq=group_id, group_id=group_id, attempt=0, outcome=Outcome.COMPLETE, reason=ReturnReason.NONE,
-        detail="", sampling=Sampling(), stats={},
+        detail="", sampling=Sampling(), stats={FINISHED_AT: 1e9 + group_id} if group_id < 4 else {},
         members=tuple(member(place, [(1, version)], reward=reward) for place, reward in enumerate(rewards)),
     )
     frame = b"" if refused else bytes(encode(group))
@@ -102,6 +103,28 @@ def test_answers_are_exported_as_trajectories_with_exact_tokens(run_dir):
     assert first["extra"]["trained_at"] == 0 and not list(run_dir.glob("out.json.tmp*"))
     with pytest.raises(ControlError, match="give FILE.parquet, FILE.json"):
         export(groups, run_dir / "out.csv", run_id="a-run", model="m", text=None)
+
+
+def test_an_export_of_an_own_run_has_the_records_answers_and_times(run_dir, capfd):
+    config = load_config(["experiment=quickstart"])
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    stream([str(run_dir), "--export", str(run_dir / "of_nobody.json")])
+    sign(run_dir / "config.yaml")
+    stream([str(run_dir), "--export", str(run_dir / "own.json")])
+    of_nobody, own = (json.loads((run_dir / f"{name}.json").read_text()) for name in ("of_nobody", "own"))
+
+    task = task_of(config)
+    right = {number: task.target(task.record("train", number)) for number in (11, 12, 14)}
+    assert [(one["extra"]["expected"], one["extra"]["finished_at"]) for one in own] == [
+        (right[11], 1e9 + 1), (right[11], 1e9 + 1), (right[12], 1e9 + 2), (right[12], 1e9 + 2), (right[14], None),
+    ]
+    assert {one["extra"]["expected"] for one in of_nobody} == {None}, "its settings may name any file"
+
+    (run_dir / "config.yaml").write_text(to_yaml(load_config(["experiment=quickstart", "env.path=gone.py"])))
+    sign(run_dir / "config.yaml")
+    assert stream([str(run_dir), "--export", str(run_dir / "gone.json")]) == 0
+    assert json.loads((run_dir / "gone.json").read_text())[0]["extra"]["expected"] is None
+    assert "gone.py" in capfd.readouterr().err
 
 
 def test_parquet_has_a_row_for_each_answer(run_dir, capsys):

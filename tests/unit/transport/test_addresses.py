@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import threading
 from pathlib import Path
+from socket import AF_INET, AF_INET6
 from types import SimpleNamespace
 
 import httpx
@@ -93,6 +94,27 @@ async def test_agents_are_served_at_an_address_of_ipv6(advertise):
             told = await asks.get(f"{session.base_url}/models")
             assert told.json()["data"][0]["max_model_len"] == 9
     await endpoint.close()
+
+
+@pytest.mark.parametrize(("addresses", "told"), [
+    ([(AF_INET6, "fe80::1%eth0"), (AF_INET6, "fd00::7"), (AF_INET, "10.0.0.5")], "http://10.0.0.5:"),
+    ([(AF_INET6, "fe80::1%eth0"), (AF_INET6, "fd00::7")], "http://[fd00::7]:"),
+])
+async def test_the_name_of_an_interface_stands_for_its_address(addresses, told, monkeypatch):
+    found = {"eth0": [SimpleNamespace(family=kind, address=one) for kind, one in addresses], "tun0": []}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: found)
+    assert (await served_at("eth0")).startswith(told) and (await served_at("eth1")).startswith("http://eth1:")
+    with pytest.raises(ConfigError, match="actors.endpoint.advertise=tun0 is an interface of this machine without"):
+        await served_at("tun0")
+
+
+async def served_at(advertise: str) -> str:
+    """The address that an agent is told."""
+    endpoint = make_endpoint(config_of(f"actors.endpoint.advertise={advertise}"))
+    async with endpoint.session(SimpleNamespace(full="", max_tokens=9)) as session:
+        told = session.base_url
+    await endpoint.close()
+    return told
 
 
 def test_programs_are_verified_at_an_address_of_ipv6():

@@ -14,10 +14,12 @@ from actors.settings import episode_rules
 from envs.data.shapes import RecordShape
 from envs.data_task import task_from_data
 from envs.json_service import listening
+from envs.registry import task_of
 from envs.rewards.registry import REWARDS, combine, make_reward
 from envs.rewards.verifier_server import PATH, checking
 from envs.sandbox import SandboxPool
 from streamrl.config.load import load_config
+from streamrl.config.rules import eval_sampling
 from streamrl.environment import ChatMessage, Step
 from streamrl.errors import ConfigError, TaskError
 from tests.fakes.service import in_thread
@@ -75,13 +77,21 @@ def test_format_and_answer_are_parts_of_their_own(play):
     assert play("<answer>4</answer>", "reward.type=think_answer_tags").parts == {"format_acc": 0.0, "ans_acc": 1.0}
 
 
-def test_tagged_answers_end_at_their_last_tag_unless_told_otherwise(tmp_path):
+@pytest.mark.parametrize(("words", "ends"), [
+    ([], (("</answer>",), True)),
+    (["rollout.train.sampling.stop=[x]"], (("x",), False)),
+    (["rollout.train.sampling.ignore_eos=false"], (("</answer>",), False)),
+    (["rollout.train.sampling.stop=[x]", "rollout.train.sampling.ignore_eos=true"], (("x",), True)),
+    (["env.tools=[calculator]", "env.max_turns=2"], (("</answer>",), False)),  # a turn ends after its call
+    (["reward.type=boxed"], ((), False)),
+])
+def test_tagged_answers_end_at_their_last_tag_alone_unless_told_otherwise(tmp_path, words, ends):
     (tmp_path / "train.jsonl").write_text('{"question": "2 + 2 = ?", "answer": "4"}\n')
-    words = ["experiment=quickstart", f"data.path={tmp_path}/train.jsonl", "reward.type=think_answer_tags"]
-    config = load_config(words)
-    assert episode_rules(config, config.rollout.train.sampling, task_from_data(config)).stop == ("</answer>",)
-    config = load_config([*words, "rollout.train.sampling.stop=[x]"])
-    assert episode_rules(config, config.rollout.train.sampling, task_from_data(config)).stop == ("x",)
+    given = ["experiment=quickstart", f"data.path={tmp_path}/train.jsonl", "reward.type=think_answer_tags", *words]
+    config = load_config(given)
+    for sampling in (config.rollout.train.sampling, eval_sampling(config)):
+        rules = episode_rules(config, sampling, task_of(config))
+        assert (rules.stop, rules.ignore_eos) == ends
 
 
 @pytest.mark.parametrize("kind", ["exact", "boxed", "math", "think_answer_tags"])

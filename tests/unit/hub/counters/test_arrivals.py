@@ -35,6 +35,9 @@ def test_parts_of_rewards_and_cut_answers_are_counted_before_any_filter():
     one = replace(member(0, [(1, 0)], scores={"score": 1.0, "form": 0.5}), finish="length")
     arrivals.group(Arrival("a", replace(group(), members=(one, replace(one, finish="stop"))), 1))
     assert (arrivals.metrics()["arrived_part_form"], arrivals.metrics()["arrived_cut"]) == (1.0, 1)
+    assert arrivals.metrics()["arrived_temperature"] == 2 * Sampling().temperature
+    arrivals.group(Arrival("a", replace(group(), members=(replace(one, sampling=Sampling(temperature=0.5)),)), 1))
+    assert arrivals.metrics()["arrived_temperature"] == 2 * Sampling().temperature + 0.5
 
 
 def test_groups_with_equal_rewards_are_counted_before_the_filter_drops_them():
@@ -54,10 +57,11 @@ def test_the_time_of_actors_is_added_up_as_they_come_and_go():
     loads.beat("a", {"busy_s": 0.0}, 0.0)  # still loading
     loads.beat("a", {"up_s": 2.0, "idle_s": 1.0, "env_step_p95_s": 0.3}, 0.0)
     loads.beat("b", {"up_s": 90.0, "idle_s": 90.0, "env_step_p95_s": 0.1}, 0.0)  # known to the learner before this one
-    use = {"host_cpu_percent": 90.0, "rss_bytes": 5e9, "gpu_percent": 70.0, "gpu_used_bytes": 6e10}
+    use = {"host_cpu_percent": 90.0, "host_memory_percent": 40.0, "rss_bytes": 5e9, "gpu_percent": 70.0}
     loads.beat("b", {"up_s": 93.0, "idle_s": 91.0, "env_step_p95_s": 0.7, **use}, 0.0)
     found = loads.metrics()
-    assert [found[f"actor_{name}"] for name in ("cpu_percent", "rss_bytes", "gpu_percent")] == [90.0, 5e9, 70.0]
+    names = ("cpu_percent", "memory_percent", "rss_bytes", "gpu_percent")
+    assert [found[f"actor_{name}"] for name in names] == [90.0, 40.0, 5e9, 70.0]
     assert (found["actor_s"], found["actor_idle_s"], found["env_step_p95_s"]) == (5.0, 2.0, 0.7)
 
     loads.remove("b")
