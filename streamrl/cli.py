@@ -70,7 +70,8 @@ streamrl launch -m hydra/sweeper=optuna ...       a search of ranges such as 'ke
   algorithm=NAME     settings of configs/algorithm/, e.g. grpo or dapo
   key=value          any setting: streamrl settings --common, streamrl settings WORD
   FILE.yaml          your own settings; words beside it override them. The config.yaml of a run repeats the run
-  --cfg job          print the composed settings as YAML, and run nothing; --resolve with values for references
+  --cfg job          print the composed settings (with -m those of each job) as YAML, and run nothing; --resolve with
+                     values for references
   -cd DIR, -cn NAME  config groups and a settings file in a directory of your own: docs/settings.md""",
     "debug": """streamrl debug [FILE.yaml] [key=value ...]   one run as threads of this process, on the CPU; see launch
 
@@ -158,6 +159,11 @@ def launch(overrides: list[str]) -> int:
     from streamrl.config.hydra_words import read_command_line
 
     line = read_command_line(overrides)
+    if line.shows and line.multirun:
+        from streamrl.sweep.sweep import jobs_yaml
+
+        print(jobs_yaml(line.words, resolves=line.resolves), end="")
+        return 0
     if line.shows:
         from streamrl.config.load import composed_yaml
 

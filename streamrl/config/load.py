@@ -86,6 +86,11 @@ def load_with_choices(overrides: Sequence[str], *, notify: Callable[[str], None]
     return _loaded(read_files(overrides), notify)
 
 
+def load_partial(overrides: Sequence[str]) -> Config:
+    """`load_config` for settings that need not be those of a whole run, to be looked at."""
+    return _loaded(read_files(overrides), lambda _: None, whole=False).config
+
+
 def load_run_config(run_dir: str | Path, words: Sequence[str] = ()) -> Config:
     """The settings in a run directory, or in an unpacked bundle, with `words` of the command line on top.
 

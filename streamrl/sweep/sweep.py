@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from itertools import accumulate
@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from streamrl.config.load import load_config
+from streamrl.config.load import composed_yaml, load_config, load_partial
 from streamrl.config.overrides import read_files
 from streamrl.config.schema import Config, Pruner, SweepDirection
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, in_one_line
 from streamrl.gpus import visible_gpus
 from streamrl.launch import EXIT_INTERRUPTED, Interrupts
 from streamrl.metrics.files import write_atomic
@@ -64,6 +64,29 @@ def launch_sweep(typed: Sequence[str]) -> int:
     return int(not all(outcome(record) in (Outcome.finished, Outcome.pruned) for record in records))
 
 
+def jobs_yaml(typed: Sequence[str], *, resolves: bool) -> str:
+    """The settings of every job of a grid as YAML, a document each, as `streamrl launch` gets them.
+
+    Raises ConfigError: a search, which draws what varies while it runs.
+    """
+    words = parse_sweep(read_files(typed, multirun=True))
+    sweep = _config_of_one(words, load_partial).sweep
+    if sweep.sampler != GRID:
+        raise ConfigError(
+            f"sweep.sampler={sweep.sampler} draws values while it runs, and --cfg job shows what is known before: "
+            f"leave out -m and the sweeper, and give {', '.join(words.axes) or 'each setting'} one value"
+        )
+    documents = []
+    for number, swept in enumerate(words.grid(sweep.num_grid_points)):
+        job = make_job(Path(), words.fixed, sweep.subdir, number, swept)
+        try:
+            shown = composed_yaml(job.words, resolves=resolves)
+        except ConfigError as error:  # its run fails, and the others go on
+            shown = f"# refused: {in_one_line(error)}\n"
+        documents.append(f"# job {number}: {job.label}\n{shown}")
+    return "---\n".join(documents)
+
+
 def shares(num_jobs: int, cores: int, gpus: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, str]]:
     """Environment variables for each of the places in which jobs run; nothing is limited for one job alone.
 
@@ -101,12 +124,12 @@ def resume_command(typed: Sequence[str], directory: Path) -> str:
     return "streamrl launch -m " + shlex.join([*kept, f"sweep.dir={directory}", "checkpoint.resume=true"])
 
 
-def _config_of_one(words: SweepWords) -> Config:
+def _config_of_one(words: SweepWords, load: Callable[[Sequence[str]], Config] = load_config) -> Config:
     """The settings of the first combination that is possible: one that is not is a failed run, and no more."""
     refused: ConfigError | None = None
     for swept in words.examples():
         try:
-            return load_config([*numbered(words.fixed, 0), *swept])
+            return load([*numbered(words.fixed, 0), *swept])
         except ConfigError as error:
             refused = refused or error
     assert refused is not None

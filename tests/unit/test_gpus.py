@@ -12,7 +12,7 @@ import zmq
 from actors.weights.device import DeviceWeights
 from streamrl.config.devices import placement_of
 from streamrl.errors import ConfigError
-from streamrl.gpus import Gpu, gpu_of, parse_gpus, place, read_gpus, visible_gpus
+from streamrl.gpus import Gpu, gpu_of, parse_gpus, place, read_gpus, usable_gpus, visible_gpus
 from streamrl.weights.gpu.cuda_memory import device_id
 from tests.fakes.communicator import FakeLibrary
 from tests.fakes.device_memory import FakeDeviceMemory
@@ -53,6 +53,14 @@ def test_gpus_are_read_without_torch(nvidia_smi):
 )
 def test_gpus_that_the_user_allows_are_those_that_are_used(listed, gpus):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": listed}) == gpus
+
+
+@pytest.mark.parametrize(("listed", "usable"), [(None, ["0", "1"]), ("1", ["1"]), ("", []), ("-1", [])])
+def test_gpus_that_the_driver_does_not_list_are_not_used(nvidia_smi, listed, usable):
+    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert usable_gpus(environment) == usable
+    nvidia_smi.write_text("#!/bin/sh\nexit 9\n")
+    assert usable_gpus(environment) == []
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from learner.fit.estimate import GIB
 from learner.fit.models import config_of_model
 from streamrl.cli import launch as launch_command
 from streamrl.config.devices import PLANNED, Choice
-from streamrl.config.load import load_config, load_with_choices, to_plain, to_yaml
+from streamrl.config.load import from_plain, load_config, load_with_choices, to_plain, to_yaml
 from streamrl.launch import launch_run
 from tests.unit.config.setting_harness import config_of
 from tests.unit.learner.test_fit import SMALL
@@ -72,6 +72,8 @@ def values(choices: list[Choice]) -> dict[str, object]:
         (8, ["vllm", "cupy"], [*MODEL, "actors.weights=int8"], "native", ["nccl", "shm", "zmq"], "GPUs of their own"),
         (8, ["cupy"], [*MODEL, "run.device=cpu"], "native", ["shm", "zmq"], ""),
         (8, ["cupy"], [*MODEL, "actors.engine=my:engine"], "my:engine", ["shm", "zmq"], "an engine of your own"),
+        (8, ["vllm", "cupy"], [*MODEL, "actors.engine=native"], "native", ["nccl", "shm", "zmq"], "GPUs of their own"),
+        (8, ["vllm", "cupy"], [*MODEL, "actors.device=cpu"], "native", ["shm", "zmq"], ""),
     ],
 )
 def test_engine_and_transports_follow_the_gpus_and_what_is_installed(
@@ -83,6 +85,8 @@ def test_engine_and_transports_follow_the_gpus_and_what_is_installed(
     assert loaded.config.publish.transports == loaded.config.actors.transports == transports
     reasons = [one.why for one in loaded.choices if one.key in TRANSPORTS]
     assert len(reasons) == 2 * bool(why) and all(why in one for one in reasons)
+    leaves_a_choice = gpus and not any(word.startswith(("actors.engine=", "actors.device=")) for word in words)
+    assert ("actors.engine" in values(loaded.choices)) == bool(leaves_a_choice)
     assert gpus or (loaded.choices, loaded.open) == ([], [])
 
 
@@ -171,6 +175,16 @@ def test_a_learner_without_launcher_chooses_for_itself_and_tells(machine, model,
     config = learner_main.settled([f"policy.model_path={model}"], told.append)
     assert config.learner.max_tokens_per_device == 16384 and config.rollout.train.sampling.max_new_tokens == 3072
     assert any("actors.engine=vllm: it is installed" in line for line in told)
+
+
+def test_an_actor_says_in_hello_the_engine_of_its_own_word_and_a_run_keeps_its_engine(machine):
+    machine(2, "vllm")
+    assert local_settings([]).actors.engine == "native"
+    assert local_settings(["actors.engine=auto"]).actors.engine == "vllm"  # what its own word means here
+    told = to_plain(load_config(MODEL))
+    machine(0)
+    assert from_plain(told).actors.engine == "vllm"  # what a stored run or a hub says
+    assert local_settings(["actors.engine=auto"]).actors.engine == "native"
 
 
 def test_an_actor_that_joins_takes_the_engine_and_the_transports_that_it_can_have(machine, monkeypatch):

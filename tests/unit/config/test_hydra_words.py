@@ -179,6 +179,21 @@ def test_the_composed_settings_start_the_same_run_as_a_file(typed, tmp_path):
     assert to_plain(load_config(["shown.yaml"])) == to_plain(load_config(words))
 
 
+def test_the_settings_of_each_job_of_a_multirun_start_the_same_run_as_a_file(typed, tmp_path):
+    words = "-m conf/setup.yaml 'run.seed=${hydra.job.num}' staleness.eta=0,5 algorithm=grpo,dapo"
+    jobs = [to_plain(config) for _, config in typed(f"{words} sweep.dir=d").jobs]
+    shown = typed(f"{words} --cfg job --resolve")
+    assert (shown.code, len(shown.jobs)) == (0, 4) and "# job 3: staleness.eta=5 algorithm=dapo\n" in shown.printed
+    found = []
+    for text in shown.printed.split("---\n"):
+        (tmp_path / "job.yaml").write_text(text)
+        found.append(to_plain(load_config(["job.yaml"])))
+    assert found == jobs and [one["run"]["seed"] for one in found] == [0, 1, 2, 3]
+
+    shown = typed("-m staleness.eta=0,-1 --cfg job").printed  # without a model, and one is no run
+    assert "model_path: null" in shown and "# job 1: staleness.eta=-1\n# refused: staleness.eta=-1 must be" in shown
+
+
 @pytest.mark.parametrize("line", ["--cfg job", "~algorithm --cfg job --resolve", "algorithm=vtrace -c job"])
 def test_settings_without_a_model_are_shown_as_they_are(typed, line):
     done = typed(line)
@@ -196,6 +211,9 @@ def test_settings_without_a_model_are_shown_as_they_are(typed, line):
     ("-cd conf size=large", "To append to your default list use +size=large"),
     ("conf/setup.yaml conf/swept.yaml", "both have a defaults list"),
     ("staleness.eta=0,1", "streamrl launch -m staleness.eta=0,1"), ("+foo=1", "Unknown key `foo`"),
+    ("staleness.eta=0,1 --cfg job", "streamrl launch -m staleness.eta=0,1"),
+    ("-m 'loss.clip_high=interval(0.2,1)' --cfg job", "add sweep.num_grid_points=5"),
+    ("-m staleness.eta=0,1 hydra/sweeper=optuna --cfg job", "leave out -m and the sweeper, and give staleness.eta"),
     ("experiment=null", "experiment=None is unknown"),
     ("~trainer.num_steps", "removes nothing"), ("hydra.sweep.dir=x", "use it with streamrl launch -m"),
     ("hydra.verbose=true", "take STREAMRL_LOG"), ("hydra/job_logging=none", "take STREAMRL_LOG"),
