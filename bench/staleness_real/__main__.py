@@ -3,6 +3,7 @@
 Run: python -m bench.staleness_real [--quick] [--out FOLDER] [--seeds N ...] [--max-cells N] [--table] [--publish]
      python -m bench.staleness_real --arms vtrace impala --lags 24 --rates 3e-4 1e-3 --steps 60 --out FOLDER
      python -m bench.staleness_real --ages --out FOLDER
+     python -m bench.staleness_real --precision --out FOLDER
      python -m bench.staleness_real --experiment smollm2 --arms uncorrected vtrace --lags 16 --rates 2e-5 --out FOLDER
 
 Runs one cell after the other and adds a line to FOLDER/results.jsonl for each; started again it goes on where it was.
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.staleness_real.cells import ARMS, CRITIC_ARMS, LAGS, NUM_STEPS, RATES, Cell, age_cells, all_cells, ordered
+from bench.staleness_real.precision import precision_cells
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "docs" / "results" / "staleness-real"
@@ -35,6 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="only the cells of these seeds")
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *CRITIC_ARMS], help="only these, of both tables")
     parser.add_argument("--ages", action="store_true", help="nine rules at lags 0, 16, 64, 256 and two rates")
+    parser.add_argument("--precision", action="store_true", help="float32 and int8 rollouts on SmolLM2")
     parser.add_argument("--lags", type=int, nargs="+", metavar="N", help="only these; with --arms any")
     parser.add_argument("--rates", type=float, nargs="+", metavar="R", help="only these; with --arms any")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of each run of --arms")
@@ -46,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
     folder = arguments.out or ROOT / "runs" / "staleness-real" / ("quick" if arguments.quick else "full")
     folder = folder.resolve()
     if not (arguments.table or arguments.publish):
-        cells = age_cells() if arguments.ages else all_cells(
+        cells = age_cells() if arguments.ages else precision_cells() if arguments.precision else all_cells(
             quick=arguments.quick, arms=arguments.arms, num_steps=arguments.steps, experiment=arguments.experiment,
             lags=arguments.lags or LAGS, rates=arguments.rates or RATES)
         cells = [one for one in cells if all(chosen is None or value in chosen for value, chosen in (
@@ -70,7 +73,7 @@ def run_all(folder: Path, cells: Sequence[Cell], *, max_cells: int | None = None
         tries: dict[Cell, int] = {}
         for one in results:
             cell = Cell(one["arm"], one["lag"], one["rate"], one["seed"], one["num_steps"],
-                        one.get("experiment", "quickstart"))
+                        one.get("experiment", "quickstart"), one.get("weights", "full"))
             tries[cell] = NUM_TRIES if one["valid"] else tries.get(cell, 0) + 1
         waiting = ordered((one for one in cells if tries.get(one, 0) < NUM_TRIES),
                           [one for one in results if one["valid"]])

@@ -72,6 +72,9 @@ AGE_LAGS = (0, 16, 64, 256)
 AGE_RATES = RATES[::2]
 """The experiment on the age of data (`--ages`): rules with and without a ratio, at lags of every size."""
 
+SUMS = "bench/staleness_real/sums.yaml"
+"""Settings of the experiment on the precision of rollouts (`--precision`)."""
+
 MEANING: Mapping[str, str] = MappingProxyType({
     "uncorrected": "REINFORCE, no importance ratio (negative control)",
     "tis": "token ratio, truncated at 2",
@@ -99,7 +102,7 @@ MEANING: Mapping[str, str] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run. `lag` is the forced lag, in optimizer steps."""
+    """One run. `lag` is the forced lag, in optimizer steps; `weights` those of the engine."""
 
     arm: str
     lag: int
@@ -107,21 +110,30 @@ class Cell:
     seed: int
     num_steps: int = NUM_STEPS
     experiment: str = "quickstart"
+    weights: str = "full"
 
     @property
     def name(self) -> str:
         """Name for directories."""
-        return f"{Path(self.experiment).stem}-{self.arm}-lag{self.lag}-{self.rate:g}-{self.seed}"
+        precision = "" if self.weights == "full" else f"-{self.weights}"
+        return f"{Path(self.experiment).stem}-{self.arm}-lag{self.lag}-{self.rate:g}-{self.seed}{precision}"
+
+    @property
+    def every(self) -> int:
+        """Steps between evaluations, of which one of `SUMS` costs as much as a dozen steps."""
+        return self.num_steps // 2 if self.experiment == SUMS else max(EVERY, self.num_steps // 32)
 
     def overrides(self) -> list[str]:
         """The run's settings, beside where it stands."""
         is_file = self.experiment.endswith(".yaml")
+        # Int8 is as far from the learner as it is: that is measured here, and no reason to stop the actor.
+        loose = () if self.weights == "full" else ("publish.probe_tolerance=1.0",)
         return [
             self.experiment if is_file else f"experiment={self.experiment}", *{**ARMS, **CRITIC_ARMS}[self.arm],
             f"run.seed={self.seed}",
             f"staleness.force={self.lag}", f"policy.optimizer.lr={self.rate}",
             f"trainer.num_steps={self.num_steps}",
-            f"eval.every_steps={max(EVERY, self.num_steps // 32)}", "samples.num_per_step=0",
+            f"eval.every_steps={self.every}", f"actors.weights={self.weights}", *loose, "samples.num_per_step=0",
             "samples.num_per_eval=0", "launch.num_actors=1", "actors.num_concurrent=128", "checkpoint.every_steps=0",
             "checkpoint.export_hf=false", "filter.zero_std=false",
         ]

@@ -58,7 +58,7 @@ def measured(cell: Cell, record: RunRecord) -> dict[str, Any]:
     settled = [row for row in record.rows if row["step"] > cell.lag and "lag/token_mean" in row]
     return {
         "experiment": cell.experiment, "arm": cell.arm, "lag": cell.lag, "rate": cell.rate, "seed": cell.seed,
-        "num_steps": cell.num_steps,
+        "num_steps": cell.num_steps, "weights": cell.weights, "rollout": rollout(record),
         "mean_lag": round(record.summary.lag_mean, 3),
         "settled_lag": round(statistics.fmean(row["lag/token_mean"] for row in settled), 3),
         "max_lag": record.summary.lag_max, "num_lag_violations": record.summary.num_lag_violations,
@@ -68,6 +68,23 @@ def measured(cell: Cell, record: RunRecord) -> dict[str, Any]:
                   if (values := [row[key] for row in settled if key in row])},
         "num_skipped_steps": sum(row.get("policy/num_skipped_steps", 0.0) for row in record.rows),
     }
+
+
+def rollout(record: RunRecord) -> dict[str, float]:
+    """Engine and learner at lag 0 in the first step and in the last eighth, and the engine's speed.
+
+    Above lag 0 the first step alone trains on the learner's own version. `tokens_per_busy_s` counts the tokens of
+    evaluations too, and of the time what passed while the engine had sequences.
+    """
+    at_lag_0 = [(row["step"], row["drift/mismatch"]) for row in record.rows if "drift/mismatch" in row]
+    late = [value for step, value in at_lag_0 if step > record.rows[-1]["step"] * 7 / 8]
+    found = {"mismatch_first": at_lag_0[0][1]} if at_lag_0 else {}
+    if late:
+        found["mismatch_last"] = statistics.fmean(late)
+    last = next((row for row in reversed(record.rows) if "hub/actor_s" in row), {})
+    if last and (busy_s := last["hub/actor_s"] - last["hub/actor_idle_s"]) > 0:
+        found["tokens_per_busy_s"] = last["hub/tokens_generated"] / busy_s
+    return {key: float(f"{value:.4g}") for key, value in found.items()}
 
 
 def area(curve: Sequence[tuple[int, float]]) -> float:

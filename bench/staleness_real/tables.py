@@ -6,13 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.staleness.summary import Spread, by
-from bench.staleness_real.cells import ARMS, MEANING, RATES, fresh_arm
+from bench.staleness_real.cells import ARMS, MEANING, RATES, SUMS, fresh_arm
+from bench.staleness_real.precision import precision_table
 
 Result = Mapping[str, Any]
 
 
 def tables(results: Sequence[Result]) -> str:
-    """Best rate of each arm against its own lag 0, then every rate, then what the runs measured."""
+    """Best rate of each arm against its own lag 0, then every rate, then what the runs measured.
+
+    Cells of `--precision` have a table of their own.
+    """
+    if all(one.get("experiment") == SUMS for one in results):
+        return precision_table(results)
     valid = [one for one in results if one["valid"]]
     stale = max((one["lag"] for one in valid), default=0)
     seeds = {one["seed"] for one in valid}

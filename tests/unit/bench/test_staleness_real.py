@@ -1,13 +1,18 @@
 """The harness of the experiment in the real system: cells, their order, the pace, and what is read from a run."""
 
+from pathlib import Path
+
 import torch
 
 from bench.staleness_real.cells import AGE_ARMS, AGE_LAGS, ARMS, CRITIC_ARMS, ETA, LAGS, Cell, age_cells, all_cells
 from bench.staleness_real.controls import positive_only, random_mask
+from bench.staleness_real.precision import precision_cells
+from bench.staleness_real.run_cell import rollout
 from bench.staleness_real.tables import tables
 from learner.objective.options import check_settings
 from streamrl.config.load import load_config
 from streamrl.config.rules import steps_per_batch
+from streamrl.metrics.run_record import RunRecord
 
 
 def result(arm="clip", lag=ETA, rate=3e-4, seed=1, area=0.5, end=0.6, valid=True):
@@ -42,6 +47,31 @@ def test_the_cells_of_ages_train_long_enough_for_their_lag_with_equally_many_ans
         check_settings(config.advantage, config.loss, max_lag=cell.lag)
         assert config.staleness.force == cell.lag and config.trainer.num_steps >= max(100, 4 * cell.lag)
         assert config.rollout.num_prompts_per_step * config.rollout.num_responses_per_prompt == 128
+
+
+def test_the_cells_of_precision_differ_in_what_their_table_shows_alone(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[3])
+    cells = precision_cells()
+    assert len({cell.name for cell in cells}) == len(cells) == (2 * 2 * 3 - 1) * 3
+    for cell in cells[:11]:
+        config = load_config(cell.overrides())
+        check_settings(config.advantage, config.loss, max_lag=cell.lag)
+        assert (config.actors.weights.value, config.staleness.force) == (cell.weights, cell.lag)
+        assert config.trainer.num_steps >= 4 * cell.lag and config.eval.every_steps == config.trainer.num_steps // 2
+    more = {"experiment": cells[0].experiment, "start": 0.5,
+            "rollout": {"mismatch_first": 0.02, "tokens_per_busy_s": 80.0}}
+    lines = [result("tis", 16, seed=seed, end=end) | more | {"weights": weights}
+             for seed, end, weights in ((1, 0.5, "int8"), (2, 0.7, "int8"), (1, 0.6, "full"))]
+    assert "| 16 | full | 0.50 (1) | 0.60 (1) | 0.50 (1) | 0.02 |  | 0.1 |  | 80 |" in tables(lines)
+    assert "| 16 | int8 | 0.50 ± 0.00 (2) | 0.60 ± 0.14 (2) |" in tables(lines)
+
+
+def test_a_run_tells_the_engines_disagreement_and_its_speed_while_it_had_work():
+    rows = [{"step": step, "drift/mismatch": step / 100, "hub/actor_s": 10.0 * step, "hub/actor_idle_s": 5.0 * step,
+             "hub/tokens_generated": 200.0 * step} for step in range(1, 17)]
+    whole = rollout(RunRecord(rows, name="run"))
+    assert whole == {"mismatch_first": 0.01, "mismatch_last": 0.155, "tokens_per_busy_s": 40.0}
+    assert rollout(RunRecord([{"step": 1, "drift/mismatch": 0.5}, {"step": 16}], name="run")) == {"mismatch_first": 0.5}
 
 
 def test_the_control_arms_drop_at_random_or_keep_what_is_positive():
