@@ -262,7 +262,7 @@ def test_an_exported_answer_is_trained_with_the_tokens_that_were_sampled(tmp_pat
     )
     group = SimpleNamespace(
         prompt_ids=lambda member: pack_ids(prompt), sequence=1, outcome="trained", reason="", trained_at=0, group=None,
-        arrived=SimpleNamespace(group_id=1, actor_id="a", prompt_index=0),
+        arrived=SimpleNamespace(group_id=1, actor_id="a", prompt_index=0), finished_at=None,
     )
 
     found = row(group, member, TokenText(tokenizer.backend_tokenizer))
