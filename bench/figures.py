@@ -32,8 +32,8 @@ AGES = (
 SHOWN = {"uncorrected": "no correction", "tis": "truncated ratio (TIS)", "stream_default": "stream_default (default)",
          "vtrace": "vtrace"}
 PEERS = (
-    ("tiny model, strings", RECORDS / "peers" / "f5d5245ba058-20261127T095351.jsonl"),
-    ("SmolLM2-135M, sums", RECORDS / "peers" / "2acf87e3436b-20261127T140351.jsonl"),
+    ("tiny model, strings", RECORDS / "peers" / "044c182f48ed-20261128T235014.jsonl"),
+    ("SmolLM2-135M, sums", RECORDS / "peers" / "044c182f48ed-20261128T235514.jsonl"),
 )
 """Panels of the second: title and record, each of three runs on a quiet machine."""
 SYSTEMS = {"ours": "streamrl", "ours_sync": "streamrl, synchronous", "trl": "TRL"}
