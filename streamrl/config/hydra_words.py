@@ -22,16 +22,20 @@ SWEEPS = {
     "hydra.sweeper.n_jobs": "sweep.num_parallel",
     "hydra.sweeper.sampler.n_startup_trials": "sweep.num_startup_trials",
     "hydra.launcher.n_jobs": "sweep.num_parallel",
+    "hydra.launcher.array_parallelism": "sweep.num_parallel",
 }
-"""Names of our settings in Hydra, its Optuna sweeper and its joblib launcher."""
+"""Names of our settings in Hydra, its Optuna sweeper and its launchers."""
+LAUNCHER = "hydra.launcher."
+"""What follows is a parameter of submitit."""
 PARAMS = "hydra.sweeper.params."
 """What follows is the setting that varies."""
 SPACE = "search="
 """A file of configs/search/, or of a directory of one's own: settings to vary, under hydra.sweeper.params."""
 SAMPLERS = {"optuna": "tpe", "basic": "grid"}
 MEANT = {
-    "hydra/launcher": "sweep.num_parallel for several runs at once here, streamrl slurm for one on a cluster",
-    "hydra.launcher": "sweep.num_parallel",
+    "hydra/launcher": "sweep.num_parallel for several runs at once here, hydra/launcher=submitit_slurm for Slurm",
+    "hydra.launcher.submitit_folder": "sweep.dir",
+    "hydra.launcher": "hydra/launcher=submitit_slurm, submitit_local or joblib, and its parameters one by one",
     "hydra.sweeper.max_batch_size": "sweep.num_parallel",
     "hydra.sweeper.sampler": "sweep.sampler and run.seed",
     "hydra.sweeper.study_name": "sweep.dir",
@@ -133,10 +137,14 @@ def own_words(words: Sequence[str]) -> list[str]:
             found.append(f"sweep.subdir='{text}'")
         elif name == "hydra/launcher" and (value == "basic" or (value == "joblib" and parallel)):
             continue
+        elif name == "hydra/launcher" and value in ("submitit_slurm", "submitit_local"):
+            found.append(f"sweep.launcher={value}")
         elif name == "hydra/launcher" and value == "joblib":
             raise ConfigError("hydra/launcher=joblib runs several at once: say how many, with hydra.launcher.n_jobs=2")
         elif (ours := {**RUNS, **SWEEPS}.get(name)) is not None:
             found.append(f"{ours}={SAMPLERS.get(value, value) if name == 'hydra/sweeper' else value}")
+        elif name.startswith(LAUNCHER) and name not in MEANT:
+            found.append(f"sweep.launcher_options.{name.removeprefix(LAUNCHER)}={value}")
         else:
             refuse(name)
     return found

@@ -16,6 +16,7 @@ Attention = StrEnum(
 OnInstall = StrEnum("OnInstall", ["keep", "recompute", "finish"])
 PublishWhen = StrEnum("PublishWhen", ["every_step", "every_optimizer_step", "drift"])
 Pruner = StrEnum("Pruner", ["none", "median", "asha"])
+SweepLauncher = StrEnum("SweepLauncher", ["local", "submitit_slurm", "submitit_local"])
 BesideTraining = StrEnum("BesideTraining", ["auto", "always", "never"])
 RolloutWeights = StrEnum("RolloutWeights", ["full", "int8"])
 SkipZeroAdvantage = StrEnum("SkipZeroAdvantage", ["auto", "always", "never"])
@@ -354,5 +355,12 @@ class SweepConfig:
     pruner: Pruner = Pruner.median
     """Stop a run of a search whose evaluations fall behind: `median` of the finished ones at the same step, `asha`
     (the best quarter goes on at steps that grow fourfold), or `none`."""
-    num_parallel: PositiveInt = 1
-    """Runs of a sweep at once on this machine; they share its cores and GPUs evenly."""
+    num_parallel: PositiveInt | None = None
+    """Runs of a sweep at once; on this machine they share its cores and GPUs evenly. Null is 1 here, and on Slurm all
+    of a grid, or `sweep.num_startup_trials` of a search."""
+    launcher: SweepLauncher = SweepLauncher.local
+    """What starts the runs of a sweep: it itself, or the package submitit, each as a job of Slurm (submitit_slurm) or
+    of this machine (submitit_local) that outlives the sweep, and that a resumed sweep finds again."""
+    launcher_options: dict[str, Any] = field(default_factory=dict)
+    """Parameters of submitit under `sweep.launcher`, such as timeout_min, partition, cpus_per_task, gpus_per_node and
+    setup; max_num_timeout: how often a job whose time was over, or that was lost, is queued again (3)."""

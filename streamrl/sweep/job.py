@@ -69,31 +69,31 @@ def is_done(run_dir: Path) -> bool:
     return not summary.failed and (not summary.stopped or summary.stopped.startswith("pruned"))
 
 
-class JobProcess(Child):
-    """A `streamrl launch` of one job: Ctrl-C reaches it only through `interrupt`."""
+class JobRun:
+    """A run of a job while it goes on, and what is written into its directory about it, wherever it is executed."""
 
-    def __init__(self, job: Job, share: Mapping[str, str], *, quiet: bool) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
         job.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         (job.run_dir / FAILURE).unlink(missing_ok=True)
         (job.run_dir / "overrides.yaml").write_text("".join(f"- '{word}'\n" for word in job.swept))
         self.log_path = job.run_dir / "logs" / "launch.log"
         self.log_path.parent.mkdir(exist_ok=True)
-        resume = ["checkpoint.resume=true"] if (job.run_dir / "EPOCH").exists() else []
-        command = [*program("streamrl.cli"), "launch", *job.words, f"run.dir={job.run_dir}", *resume]
-        super().__init__(
-            command, log=self.log_path if quiet else None, environment={**os.environ, **share},
-            on_error=None if quiet else self._pass_on_error,
-        )
+        self.reason = ""  # of its failure, where no file of the run has it
         self._metrics = Tail(job.run_dir / "metrics.jsonl")
         self._pruned_at: int | None = None
 
-    def _pass_on_error(self, line: str) -> None:
-        """Copy a line of the run's errors to the terminal, and to the log for the reason of a failure."""
-        with suppress(OSError):  # a closed terminal or a full disk: the run would wait for who reads no more
-            sys.stderr.write(line)
-        with suppress(OSError), self.log_path.open("a") as log:
-            log.write(line)
+    def poll(self) -> int | None:
+        """Its exit status, once it has ended."""
+        raise NotImplementedError
+
+    def interrupt(self) -> None:
+        """Interrupt as Ctrl-C does: the first time it saves and stops, the second time it ends at once."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Wait for its end."""
+        raise NotImplementedError
 
     def new_values(self, objective: Objective) -> list[tuple[int, float]]:
         """(step, value) of the lines that metrics.jsonl got since the last call."""
@@ -112,17 +112,6 @@ class JobProcess(Child):
     def is_pruned(self) -> bool:
         return self._pruned_at is not None
 
-    def interrupt(self) -> None:
-        """Interrupt as Ctrl-C does: the first time it saves and stops, the second time it ends at once."""
-        if self.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-
-    def close(self) -> None:
-        """Wait for its end, which comes soon once the pipe is closed."""
-        self.close_input()
-        self.process.wait()
-        self.errors(ERRORS_S)  # all of them are in the log
-
     def mark_pruned(self) -> None:
         """Write into its summary that it was pruned, and when."""
         path = self.job.run_dir / "summary.json"
@@ -134,10 +123,44 @@ class JobProcess(Child):
     def mark_failed(self, code: int) -> str:
         """Write into its directory why it failed, and return it in one line."""
         cause = str(read_object(self.job.run_dir / "summary.json").get("failed", ""))
-        reason = cause or _last_line(self.log_path) or _last_line(self.job.run_dir / "logs" / "learner.log")
+        log = self.job.run_dir / "logs" / "learner.log"
+        reason = self.reason or cause or _last_line(self.log_path) or _last_line(log)
         text = f"status {code}{': ' if reason else ''}{reason}"
         (self.job.run_dir / FAILURE).write_text(text + "\n")
         return text
+
+
+class JobProcess(JobRun):
+    """A `streamrl launch` of one job as a child of this process: Ctrl-C reaches it only through `interrupt`."""
+
+    def __init__(self, job: Job, share: Mapping[str, str], *, quiet: bool) -> None:
+        super().__init__(job)
+        resume = ["checkpoint.resume=true"] if (job.run_dir / "EPOCH").exists() else []
+        command = [*program("streamrl.cli"), "launch", *job.words, f"run.dir={job.run_dir}", *resume]
+        self._child = Child(
+            command, log=self.log_path if quiet else None, environment={**os.environ, **share},
+            on_error=None if quiet else self._pass_on_error,
+        )
+        self.pid = self._child.pid
+
+    def _pass_on_error(self, line: str) -> None:
+        """Copy a line of the run's errors to the terminal, and to the log for the reason of a failure."""
+        with suppress(OSError):  # a closed terminal or a full disk: the run would wait for who reads no more
+            sys.stderr.write(line)
+        with suppress(OSError), self.log_path.open("a") as log:
+            log.write(line)
+
+    def poll(self) -> int | None:
+        return self._child.poll()
+
+    def interrupt(self) -> None:
+        if self.poll() is None:
+            self._child.process.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        self._child.close_input()  # its end comes soon after that
+        self._child.process.wait()
+        self._child.errors(ERRORS_S)  # all of them are in the log
 
 
 def _last_line(path: Path) -> str:

@@ -11,7 +11,7 @@ from streamrl.launch import EXIT_INTERRUPTED
 from streamrl.metrics.ranking import Objective
 from streamrl.metrics.run_record import read_run
 from streamrl.metrics.text import compact
-from streamrl.sweep.job import Job, JobProcess, is_done
+from streamrl.sweep.job import Job, JobProcess, JobRun, is_done
 
 POLL_S = 0.2
 
@@ -47,7 +47,7 @@ class Grid:
 
 @dataclass(slots=True)
 class _Running:
-    process: JobProcess
+    process: JobRun
     place: int
     began: float
 
@@ -59,15 +59,18 @@ class Pool:
         make_job: from the number and the words that `source` gives.
         num_interrupts: how often the user has asked to stop; each job is asked as often.
         on_end: called after each end of a job.
+        start: makes the run of a job; without it each is a child of this process.
     """
 
     def __init__(
         self, source: Source, make_job: Callable[[int, Sequence[str]], Job], objective: Objective,
         places: Sequence[Mapping[str, str]], num_interrupts: Callable[[], int],
         on_end: Callable[[], object] = lambda: None,
+        start: Callable[[Job, Mapping[str, str]], JobRun] | None = None,
     ) -> None:
         self._source, self._make_job, self._objective, self._places = source, make_job, objective, places
         self._num_interrupts, self._num_passed_on, self._on_end = num_interrupts, 0, on_end
+        self._start, self._poll_s = start or self._child, POLL_S if start is None else 5 * POLL_S
         self._running: list[_Running] = []
         self._best: tuple[float, Job] | None = None
         self._has_more = True
@@ -82,7 +85,7 @@ class Pool:
                     self._look_at(running)
                 if not self._running and (not self._has_more or self._num_passed_on):
                     return
-                time.sleep(POLL_S)  # the ends of several processes and files are no one event
+                time.sleep(self._poll_s)  # the ends of several processes and files are no one event
         finally:
             for running in self._running:
                 running.process.interrupt()
@@ -105,8 +108,11 @@ class Pool:
             alone = len(self._places) == 1
             print(f"\n=== job {job.number}: {job.label}" if alone else f"job {job.number} started: {job.label}",
                   flush=True)
-            process = JobProcess(job, self._places[place], quiet=not alone)
+            process = self._start(job, self._places[place])
             self._running.append(_Running(process, place, time.monotonic()))
+
+    def _child(self, job: Job, share: Mapping[str, str]) -> JobRun:
+        return JobProcess(job, share, quiet=len(self._places) > 1)
 
     def _next_job(self) -> Job | None:
         """The next one that needs work; those that an earlier part of this sweep has done are counted."""

@@ -16,7 +16,8 @@ from typing import Any
 
 from streamrl.config.load import composed_yaml, load_config, load_partial
 from streamrl.config.overrides import read_files
-from streamrl.config.schema import Config, Pruner, SweepDirection
+from streamrl.config.schema import Config, Pruner, SweepConfig, SweepDirection
+from streamrl.config.schema_system import SweepLauncher
 from streamrl.errors import ConfigError, in_one_line
 from streamrl.gpus import visible_gpus
 from streamrl.launch import EXIT_INTERRUPTED, Interrupts
@@ -26,6 +27,7 @@ from streamrl.metrics.run_record import RunRecord, is_run, read_run
 from streamrl.processes import num_cores
 from streamrl.report.compare import write_comparison
 from streamrl.report.index import write_pages
+from streamrl.sweep.cluster import Cluster
 from streamrl.sweep.job import make_job, numbered
 from streamrl.sweep.pool import Grid, Pool, Source
 from streamrl.sweep.study import GRID, Search, check_search
@@ -41,13 +43,18 @@ def launch_sweep(typed: Sequence[str]) -> int:
     words = parse_sweep(read_files(typed, multirun=True))
     config = _config_of_one(words)
     objective = Objective(config.sweep.metric, config.sweep.direction == SweepDirection.maximize)
-    _check(config, objective, words)
     is_grid = config.sweep.sampler == GRID
     combinations = words.grid(config.sweep.num_grid_points) if is_grid else []
+    cluster = _cluster_of(config)
+    config.sweep.num_parallel = num_at_once(config.sweep, len(combinations))
+    _check(config, objective, words)
     directory = _choose_directory(config)
     print(f"sweep directory: {directory}", flush=True)
-    places = shares(config.sweep.num_parallel, num_cores(), visible_gpus(os.environ), os.environ)
-    if len(places) > 1:
+    on_slurm = config.sweep.launcher is SweepLauncher.submitit_slurm
+    places = [{}] * config.sweep.num_parallel if on_slurm else shares(
+        config.sweep.num_parallel, num_cores(), visible_gpus(os.environ), os.environ
+    )
+    if len(places) > 1 and not on_slurm:
         print(f"{describe(places)}; the output of each is in its logs/launch.log", flush=True)
     source: Source = (
         Grid(combinations) if is_grid else Search(directory, words.axes, config.sweep, config.run.seed)
@@ -55,7 +62,8 @@ def launch_sweep(typed: Sequence[str]) -> int:
     job_of = partial(make_job, directory, words.fixed, config.sweep.subdir)
     with Interrupts() as interrupts:
         tell = partial(_write_results, directory, objective, typed)
-        Pool(source, job_of, objective, places, lambda: interrupts.count, tell).run()
+        start = None if cluster is None else cluster.start
+        Pool(source, job_of, objective, places, lambda: interrupts.count, tell, start).run()
     records = _write_ranking(directory, objective, typed)
     write_pages(directory, Path(config.run.root) if config.sweep.dir is None else None, ended_well=True)
     if interrupts.count:
@@ -85,6 +93,12 @@ def jobs_yaml(typed: Sequence[str], *, resolves: bool) -> str:
             shown = f"# refused: {in_one_line(error)}\n"
         documents.append(f"# job {number}: {job.label}\n{shown}")
     return "---\n".join(documents)
+
+
+def num_at_once(settings: SweepConfig, num_combinations: int) -> int:
+    """Runs at once, also where no setting gives their number."""
+    of_slurm = num_combinations or settings.num_startup_trials
+    return settings.num_parallel or (settings.launcher is SweepLauncher.submitit_slurm and of_slurm) or 1
 
 
 def shares(num_jobs: int, cores: int, gpus: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, str]]:
@@ -134,6 +148,13 @@ def _config_of_one(words: SweepWords, load: Callable[[Sequence[str]], Config] = 
             refused = refused or error
     assert refused is not None
     raise refused
+
+
+def _cluster_of(config: Config) -> Cluster | None:
+    """The cluster that executes the runs; None for children of this process. Raises ConfigError: it cannot."""
+    if config.sweep.launcher is SweepLauncher.local and not config.sweep.launcher_options:
+        return None
+    return Cluster(config.sweep, config.run.name)
 
 
 def _check(config: Config, objective: Objective, words: SweepWords) -> None:

@@ -15,9 +15,11 @@ from envs.tasks.reasoning import package
 from envs.tools.search import TextIndex
 from learner.model.adapter.lora import check_quantization
 from streamrl.config.schema import LoraBase, RewardConfig, SweepConfig
+from streamrl.config.schema_system import SweepLauncher
 from streamrl.errors import StreamrlError
 from streamrl.metrics.trackers.registry import check_trackers
 from streamrl.stream.export import _parquet
+from streamrl.sweep.cluster import Cluster
 from streamrl.sweep.study import check_search
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,6 +39,9 @@ NEEDED = {
     "data.path=x.parquet": ("data", "datasets", _library),
     "stream --export x.parquet": ("data", "pyarrow", lambda: _parquet([], Path("x.parquet"))),
     "sweep.sampler=tpe": ("search", "optuna", lambda: check_search(SweepConfig(sampler="tpe"))),
+    "hydra/launcher=submitit_slurm": (
+        "slurm", "submitit", lambda: Cluster(SweepConfig(launcher=SweepLauncher.submitit_slurm), "name")
+    ),
     "env.agent takes client": ("agents", "openai", lambda: _Clients("client")),
     "policy.lora.base_quantization": ("qlora", "bitsandbytes", lambda: check_quantization(LoraBase.nf4)),
     **{f"tracking.trackers={name}": (extra, name, lambda name=name: check_trackers([name]))

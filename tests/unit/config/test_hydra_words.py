@@ -62,7 +62,7 @@ def typed(request, tmp_path, monkeypatch, capsys, caplog):
     class Jobs:
         """In place of the pool: lists the jobs of a grid, and runs none."""
 
-        def __init__(self, source: Any, make_job: Any, objective: Any, places: Any, *_: Any) -> None:
+        def __init__(self, source: Any, make_job: Any, objective: Any, places: Any, *_: Any, **_how: Any) -> None:
             done.sweep = len(places)
             self._source, self._make_job = source, make_job
 
@@ -164,6 +164,16 @@ def test_a_launcher_with_jobs_runs_several_at_once(typed):
     assert (done.code, done.sweep) == (0, 2), done.printed
 
 
+def test_a_launcher_of_submitit_gets_its_parameters(typed, monkeypatch):
+    pytest.importorskip("submitit", reason="the extra slurm is not installed")
+    taken: list[dict[str, Any]] = []
+    monkeypatch.setattr("submitit.AutoExecutor.update_parameters", lambda self, **given: taken.append(given))
+    parameters = "hydra.launcher.timeout_min=9 hydra.launcher.array_parallelism=3 +hydra.launcher.setup=[a,b]"
+    done = typed(f"-m {QUICK} staleness.eta=0,1 hydra/launcher=submitit_local {parameters}")
+    assert (done.code, done.sweep) == (0, 3), done.printed
+    assert taken == [{"name": "quickstart-0", "timeout_min": 9, "local_setup": ["a", "b"]}]
+
+
 def test_a_file_that_chooses_a_sweeper_searches(typed):
     done = typed("-m -cd conf -cn swept")
     assert (done.code, done.sweep, done.jobs) == (0, 1, []), done.printed
@@ -218,7 +228,9 @@ def test_settings_without_a_model_are_shown_as_they_are(typed, line):
     ("~trainer.num_steps", "removes nothing"), ("hydra.sweep.dir=x", "use it with streamrl launch -m"),
     ("hydra.verbose=true", "take STREAMRL_LOG"), ("hydra/job_logging=none", "take STREAMRL_LOG"),
     ("hydra.output_subdir=null", "take run.dir"), ("hydra.job.chdir=true", "take run.dir"),
-    ("-m staleness.eta=0,1 hydra/launcher=submitit_slurm", "streamrl slurm"),
+    ("-m staleness.eta=0,1 hydra/launcher=ray", "hydra/launcher=submitit_slurm for Slurm"),
+    (f"-m {QUICK} staleness.eta=0,1 hydra.launcher.timeout_min=9", "add hydra/launcher=submitit_slurm"),
+    ("-m staleness.eta=0,1 hydra.launcher.submitit_folder=x", "take sweep.dir"),
     ("-m staleness.eta=0,1 hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
     ("-m staleness.eta=0,1 hydra.sweeper.sampler.seed=3", "run.seed"),
     ("-m staleness.eta=0,1 hydra.sweeper.study_name=x", "take sweep.dir"),

@@ -16,21 +16,11 @@ from streamrl.launch import EXIT_INTERRUPTED
 from streamrl.metrics.run_record import read_run
 from streamrl.sweep import sweep
 from streamrl.sweep.sweep import launch_sweep, resume_command
-from tests.fakes.programs import SCORED_LEARNER, write_programs
 from tests.flow.processes import wait_until
 
 pytestmark = pytest.mark.timeout(120)
-ROOT = Path(__file__).parents[3]
 QUICK = ("experiment=quickstart", "launch.num_actors=0", "sweep.dir=out")
 LISTED = "sweep.sampler=tests.fakes.samplers:listed_order"
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    write_programs(tmp_path, SCORED_LEARNER)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def ranking(here: Path) -> list[tuple[str, str, float | None]]:
