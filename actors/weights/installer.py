@@ -101,6 +101,8 @@ class Installer:
             EngineError: the engine hangs, or neither the new nor the previous document could be loaded: it must not
                 generate, and this process should end.
         """
+        if manifest.ref == self._target:
+            return None  # the install under way reports; its engine may serve the version before this object knows
         installed = self._engine.installed
         if installed is not None and manifest.ref <= installed:
             # A hub that restarted announces the serving version again, perhaps with another parent, or with a probe.
@@ -108,7 +110,7 @@ class Installer:
                 self.document.manifest = manifest
                 return await self.check()
             return _report(manifest, error=f"version {manifest.ref} is not higher than {installed}, which serves here")
-        if self._target is not None and manifest.ref <= self._target:
+        if self._target is not None and manifest.ref < self._target:
             return None  # the install under way reports
         self._target = manifest.ref
         try:

@@ -29,6 +29,7 @@ class FakeEngine:
         self.history: list[VersionRef] = []
         self.fail = fail or {}
         self.hang: asyncio.Event | None = None
+        self.tells: asyncio.Event | None = None  # an install returns only then, although the version serves already
 
     async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
         if self.hang is not None:
@@ -41,6 +42,8 @@ class FakeEngine:
         self.weights = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
         self.installed = ref
         self.history.append(ref)
+        if self.tells is not None:
+            await self.tells.wait()
         return InstallTimes(pause_s=0.001, install_s=0.002)
 
     def stats(self) -> EngineStats:
@@ -179,6 +182,25 @@ def test_hearing_again_of_the_installed_version_confirms_it(announce, source):
 
     assert report.ok and report.source == InstallSource.SAME and report.nbytes == 0
     assert engine.history == [VersionRef(1, 5)]
+
+
+def test_hearing_again_of_a_version_that_serves_before_its_install_returns_reports_it_once(announce, source):
+    engine = FakeEngine()
+
+    async def play():
+        installer = Installer(engine, source.fetch)
+        await installer.install(*announce(1))
+        engine.tells = asyncio.Event()
+        two = announce(2, seed=1)
+        first = asyncio.create_task(installer.install(*two))
+        while engine.installed != VersionRef(1, 2):
+            await asyncio.sleep(0)
+        again = await installer.install(*two)
+        engine.tells.set()
+        return again, await first
+
+    again, first = asyncio.run(play())
+    assert again is None and first.ok and engine.history == [VersionRef(1, 1), VersionRef(1, 2)]
 
 
 def test_the_same_bytes_under_a_new_epoch_are_renamed_without_a_transfer(announce, source):
