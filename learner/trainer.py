@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from learner.checkpoint.shards import reshard
-from learner.data.packing import MicroBatch, halves, pack_minibatches
+from learner.data.packing import MicroBatch, pack_minibatches
+from learner.data.resized import REMEDY, check_split, halves, packed_passes
 from learner.data.trajectories import Trajectory
 from learner.model.gradients import (
     BatchResult,
@@ -45,7 +46,6 @@ from learner.objective.token_batch import LagPolicy
 from learner.publish.rounding import with_wire_precision
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
-from streamrl.errors import ConfigError
 from streamrl.messages import PlanRow
 from streamrl.metrics.meter import Meter
 
@@ -57,7 +57,7 @@ class TrainerSettings:
     """Settings that turn a batch into optimizer steps.
 
     Attributes:
-        max_tokens: of one micro-batch.
+        max_tokens, max_inference_tokens: of one micro-batch, and of one without gradient.
         num_minibatches, num_epochs: of one batch; their product is its number of optimizer steps.
         max_grad_norm: gradients are scaled down to this norm; 0 or less does not clip.
         reduce_once: ranks add their gradients up once a step instead of once a micro-batch.
@@ -81,6 +81,7 @@ class TrainerSettings:
     stop_kl: float = math.inf
     compute_dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype = torch.float32
+    max_inference_tokens: int | None = None
 
     @property
     def steps_per_batch(self) -> int:
@@ -166,7 +167,7 @@ class Trainer:
             minibatches = pack_minibatches(
                 plan.rows, plan.batch, self.settings.max_tokens, self.ranks, bootstrap=self.objective.bootstraps,
                 num_minibatches=self.settings.num_minibatches, places=plan.places, measured=plan.measured,
-                share=self.networks.shares_prompts,
+                share=self.networks.shares_prompts, max_measured_tokens=self.settings.max_inference_tokens,
             )
             statistics = StepStatistics(plan, self.ranks, self.shadows)
         self.callbacks.planned(plan, statistics)
@@ -201,7 +202,12 @@ class Trainer:
                 if number == 0:  # for what all steps share: losses that must see the whole batch first, anchors
                     with self.clock.timed("score"):
                         plan = score_batch(
-                            networks.policy, batch, plan, self.ranks, critic=networks.critic, frozen=networks.frozen
+                            networks.policy, batch, plan, self.ranks, critic=networks.critic, frozen=networks.frozen,
+                            passes=packed_passes(
+                                plan.rows, self.settings.max_inference_tokens if self.objective.needs else None,
+                                self.ranks, bootstrap=self.objective.bootstraps, places=plan.places,
+                                share=networks.shares_prompts,
+                            ),
                         )
                         statistics.scored(plan)
                 plan = self._accumulate(plan, minibatch, statistics)
@@ -242,7 +248,7 @@ class Trainer:
                 plan = plan.cut(whole, parts)
                 statistics.split(plan)
                 log.warning("a micro-batch of %d tokens did not fit into memory and is split: %s (%s)",
-                            whole.num_tokens, _REMEDY, cause)
+                            whole.num_tokens, REMEDY, cause)
         return plan
 
     def _passes(
@@ -295,22 +301,3 @@ def forward_backward(
     else:
         reshard(policy)  # no backward pass will free the gathered root, whose gradients would be lost with it
     return loss.detach()
-
-
-_REMEDY = "lower learner.max_tokens_per_device, or set policy.gradient_checkpointing=true"
-
-
-def check_split(whole: MicroBatch, cause: str, ranks: Ranks, *, possible: bool) -> None:
-    """Raise ConfigError where a micro-batch that did not fit into memory cannot be split."""
-    if ranks.mesh.world > 1 or not possible:  # other ranks are inside collectives of the pass that failed here
-        raise ConfigError(
-            f"a micro-batch of {whole.num_tokens} tokens did not fit into the memory of learner rank {ranks.rank}; "
-            f"with several ranks, or FSDP2 of torch before 2.13, none is split: {_REMEDY}. torch: {cause}"
-        )
-    if len(whole.trajectory_ids) < 2:
-        raise ConfigError(
-            f"a trajectory of {whole.num_tokens} tokens does not fit into memory by itself: set "
-            "policy.gradient_checkpointing=true, lower learner.logprob_chunk_tokens or the limits of its length "
-            "(rollout.max_prompt_tokens, rollout.train.sampling.max_new_tokens), or take more ranks with "
-            f"learner.mesh.context. torch: {cause}"
-        )

@@ -118,16 +118,6 @@ def pack(
     ]
 
 
-def halves(whole: MicroBatch, trajectories: Sequence[Trajectory], *, bootstrap: bool, share: bool) -> list[MicroBatch]:
-    """The trajectories of a micro-batch in two; `trajectories`, `bootstrap` and `share` are those of its `pack`."""
-    places, middle = whole.trajectory_ids, len(whole.trajectory_ids) // 2
-    budget = sum(trajectories[place].num_tokens for place in places)
-    return [
-        replace(part, has_gradient=whole.has_gradient) for chosen in (places[:middle], places[middle:])
-        for part in pack(trajectories, budget, bootstrap=bootstrap, places=chosen, share=share)
-    ]
-
-
 def _needed(row: Trajectory, actions: np.ndarray, bootstrap: bool) -> list[np.ndarray]:
     """The tokens of each sequence of the trajectory that a pass needs."""
     found = []
@@ -143,14 +133,14 @@ def _needed(row: Trajectory, actions: np.ndarray, bootstrap: bool) -> list[np.nd
 def pack_minibatches(
     trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], max_tokens: int, ranks: Ranks, *,
     num_minibatches: int = 1, bootstrap: bool = False, places: Iterable[int] | None = None,
-    measured: Collection[int] | None = None, share: bool = False,
+    measured: Collection[int] | None = None, share: bool = False, max_measured_tokens: int | None = None,
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each minibatch, in the order of training, as many on every rank; a collective call.
 
     Args:
         plan: says which minibatch each trajectory belongs to.
         measured: those of the places that have no gradient and are only measured, in micro-batches of their own at the
-            end; the same on every rank whether it is None.
+            end, of `max_measured_tokens` if that is given; the same on every rank whether it is None.
         bootstrap, places, share: as for `pack`.
     """
     number_of = {(row.group_id, row.index): row.minibatch for row in plan}
@@ -165,7 +155,8 @@ def pack_minibatches(
         found.append(equalize(passes, ranks))
         if measured is not None:
             still = [place for place in one if place in measured]
-            passes = pack(trajectories, max_tokens, bootstrap=bootstrap, places=still, share=share)
+            budget = max_measured_tokens or max_tokens
+            passes = pack(trajectories, budget, bootstrap=bootstrap, places=still, share=share)
             found[-1] += [replace(micro, has_gradient=False) for micro in equalize(passes, ranks, least=0)]
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from learner.hub.ledger.snapshots import read_snapshot
 from learner.hub.ledger.tables.evals import EvalSource
 from learner.hub.ledger.tables.filters import GroupFilter, accuracy_range, first_of, zero_std
 from learner.hub.ledger.tables.prompts import PromptStream
+from streamrl.config.schema import FilterConfig
 from streamrl.environment import Task
 from streamrl.errors import TaskError
 from streamrl.messages.actors import MAX_RECORD_BYTES
@@ -56,7 +57,8 @@ def make_ledger(
     arguments = dict(
         settings=settings.ledger, run_id=settings.run_id, learner_epoch=settings.learner_epoch,
         run_seed=settings.run_seed, prompts=prompts, sampling=settings.sampling,
-        eval_sources=eval_sources(settings, task), keep_group=group_filter(settings),
+        eval_sources=eval_sources(settings, task),
+        keep_group=group_filter(settings.filter, settings.trained_scores) if settings.filter.refill else None,
     )
     if records is None:
         return Ledger(version=settings.started.version, lineage=settings.lineage, **arguments)
@@ -93,11 +95,11 @@ def eval_sources(settings: HubSettings, task: Task) -> dict[str, EvalSource]:
     return sources
 
 
-def group_filter(settings: HubSettings) -> GroupFilter | None:
+def group_filter(config: FilterConfig, trained_scores: Sequence[str]) -> GroupFilter | None:
     """Join all filters to one, which gives the reason to drop a complete group; None keeps every group."""
     filters: list[GroupFilter] = []
-    if settings.filter.zero_std:
-        filters.append(zero_std(settings.filter.min_std, scores=settings.trained_scores))
-    if settings.filter.accuracy_range is not None:
-        filters.append(accuracy_range(*settings.filter.accuracy_range))
+    if config.zero_std:
+        filters.append(zero_std(config.min_std, scores=trained_scores))
+    if config.accuracy_range is not None:
+        filters.append(accuracy_range(*config.accuracy_range))
     return first_of(*filters) if filters else None

@@ -52,7 +52,7 @@ def hub_settings(
             for one in eval_sets(config) if one.name
         ),
         ledger=ledger_settings(config, vocab_size, bounds), filter=config.filter,
-        trained_scores=() if config.objectives.combine == "reward" else tuple(config.objectives.components),
+        trained_scores=trained_scores(config),
         hub=config.hub, publish=config.publish, trust=config.trust,
         restore_path=str(restore_path) if restore_path else None, device=device,
         num_minibatches=config.learner.num_minibatches, rank_silent_s=config.learner.rank_silent_s,
@@ -146,6 +146,11 @@ def _slowest_s(config: schema.Config) -> tuple[float, float]:
     lengths = [(one.env, SLOWEST_TOKEN_S * sampling.max_new_tokens) for one, sampling in splits(config)]
     episodes = [(env.max_turns + 1) * env.step_timeout_s + env.max_turns * turn_s for env, turn_s in lengths]
     return max(turn_s for _, turn_s in lengths), max(episodes)
+
+
+def trained_scores(config: schema.Config) -> tuple[str, ...]:
+    """Names of the scores that are trained on, where they are not the task's reward."""
+    return () if config.objectives.combine == "reward" else tuple(config.objectives.components)
 
 
 def ledger_settings(config: schema.Config, vocab_size: int, bounds: tuple[int, int] | None = None) -> LedgerSettings:

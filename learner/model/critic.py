@@ -37,7 +37,7 @@ from learner.model.optimizer import Schedule, make_optimizer, make_schedule
 from learner.model.policy import Inspected, Policy, load_policy, shard
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import dueling_q, find_estimator, value_loss
-from streamrl.config.schema import CriticConfig, CriticKind
+from streamrl.config.schema import CriticAvgLevel, CriticConfig, CriticKind
 from streamrl.errors import ConfigError
 
 _MOMENT_DECAY = 0.99
@@ -84,19 +84,21 @@ class Critic:
         clip: bound on how far a value may move from its old one within the loss; None is off.
         num_steps: passes over the batch, one optimizer step each.
         by_minibatch: a step for each of the policy's minibatches in every pass.
+        loss_factor: of the squared error.
+        by_trajectory: the loss is a mean over trajectories of means over their tokens, not over all tokens.
         moments: decayed sums of 1, targets and their squares; float64.
     """
 
     def __init__(
         self, module: nn.Module, last: nn.Linear, optimizer: torch.optim.Optimizer, schedule: Schedule, *, ranks: Ranks,
         reads_policy: bool, of_actions: bool, clip: float | None, num_steps: int, max_grad_norm: float,
-        moments: Tensor, by_minibatch: bool = False,
+        moments: Tensor, by_minibatch: bool = False, loss_factor: float = 0.5, by_trajectory: bool = False,
     ) -> None:
         self.module, self.optimizer, self._last, self.moments = module, optimizer, last, moments
         self.reads_policy, self.of_actions = reads_policy, of_actions
         self._schedule, self._ranks = schedule, ranks
         self._clip, self._num_steps, self._max_grad_norm = clip, num_steps, max_grad_norm
-        self._by_minibatch = by_minibatch
+        self._by_minibatch, self._loss_factor, self._by_trajectory = by_minibatch, loss_factor, by_trajectory
         self._seen: dict[tuple[int, ...], Inspected | None] = {}
         self._num_clipped = 0.0
 
@@ -120,17 +122,17 @@ class Critic:
         """
         parts = [[batch.to(self._ranks.device) for batch in minibatch] for minibatch in minibatches]
         batches = list(chain.from_iterable(parts))
-        count, moments, explained = self._before(batches, targets_of)
+        count, size, moments, explained = self._before(batches, targets_of)
         start = self._normalize(moments)
-        counted = [(batches, count)]
+        counted = [(batches, size)]
         if self._by_minibatch:
-            counted = [(part, self._before(part, targets_of)[0]) for part in parts]
+            counted = [(part, self._before(part, targets_of)[1]) for part in parts]
         first_loss, self._num_clipped = 0.0, 0.0
         for turn in range(self._num_steps):
-            for part, tokens in counted:
-                total = sum(self._backward(batch, targets_of, tokens, start) for batch in part)
+            for part, part_size in counted:
+                total = sum(self._backward(batch, targets_of, part_size, start) for batch in part)
                 if turn == 0:
-                    first_loss += self._ranks.all_reduce([float(total)])[0] * (tokens / count)
+                    first_loss += self._ranks.all_reduce([float(total)])[0] * (part_size / size)
                 result = optimizer_step(
                     self.module, self.optimizer, self._schedule, step=step, max_grad_norm=self._max_grad_norm,
                     ranks=self._ranks,
@@ -188,7 +190,7 @@ class Critic:
         return 0.0
 
     def _backward(
-        self, batch: MicroBatch, targets_of: Callable[[MicroBatch], Targets], count: float, start: float
+        self, batch: MicroBatch, targets_of: Callable[[MicroBatch], Targets], size: float, start: float
     ) -> float:
         out = self._outputs(batch)
         if not batch.trajectory_ids:
@@ -197,7 +199,11 @@ class Critic:
             goal = targets_of(batch)
             values = batch.padded(self._values(batch, out)[1])
             old = None if self._clip is None else goal.old + start
-            loss = value_loss(values, goal.targets, goal.trained, old_values=old, clip=self._clip).sum() / count
+            losses = value_loss(values, goal.targets, goal.trained, old_values=old, clip=self._clip)
+            losses = losses * (2.0 * self._loss_factor)
+            if self._by_trajectory:
+                losses = losses / goal.trained.sum(1, keepdim=True).clamp(min=1)
+            loss = losses.sum() / size
             if self._clip is not None:
                 self._num_clipped += float(((values - old).abs() > self._clip)[goal.trained].sum())
         # In units of the normalized targets: rate, epsilon and gradient clip then mean the same for all rewards.
@@ -228,22 +234,25 @@ class Critic:
 
     def _before(
         self, batches: Sequence[MicroBatch], targets_of: Callable[[MicroBatch], Targets]
-    ) -> tuple[float, Tensor, tuple[float, float, float, float]]:
-        """Trained tokens of all ranks (at least 1); 1, mean and mean square of the targets; measures of the values."""
-        own_count, sums = 0, torch.zeros(4, 2, dtype=torch.float64)
+    ) -> tuple[float, float, Tensor, tuple[float, float, float, float]]:
+        """Trained tokens of all ranks, and what losses are divided by (at least 1 each); 1, mean and mean square of the
+        targets; measures of the values."""
+        own_count, own_rows, sums = 0, 0, torch.zeros(4, 2, dtype=torch.float64)
         for batch in batches:
             if batch.trajectory_ids:
                 goal = targets_of(batch)
                 targets, returns, old = (x[goal.trained].double() for x in (goal.targets, goal.returns, goal.old))
                 own_count += old.numel()
+                own_rows += int(goal.trained.any(1).sum())
                 each = torch.stack([targets, targets - old, returns, returns - old])
                 sums += torch.stack([each.sum(1), each.square().sum(1)], dim=1).cpu()
-        count, *totals = self._ranks.all_reduce([float(own_count), *sums.flatten().tolist()])
+        count, rows, *totals = self._ranks.all_reduce([float(own_count), float(own_rows), *sums.flatten().tolist()])
         means = (torch.tensor(totals, dtype=torch.float64) / max(count, 1.0)).reshape(4, 2)
         spread, missed, return_spread, return_missed = (square - mean**2 for mean, square in means.tolist())
         moments = torch.tensor([min(count, 1.0), *means[0]], dtype=torch.float64)
         explained = _explained(missed, spread), _explained(return_missed, return_spread)
-        return max(count, 1.0), moments, (*explained, float(means[1, 1]), return_spread)
+        size = rows if self._by_trajectory else count
+        return max(count, 1.0), max(size, 1.0), moments, (*explained, float(means[1, 1]), return_spread)
 
 
 def _explained(missed: float, spread: float) -> float:
@@ -381,7 +390,8 @@ def build_critic(
         make_schedule(config.optimizer, config.scheduler, num_steps=num_steps, setting="critic.scheduler"),
         ranks=ranks, reads_policy=config.kind is CriticKind.head, of_actions=of_actions, clip=config.clip,
         num_steps=config.num_steps, max_grad_norm=config.optimizer.max_grad_norm, moments=moments,
-        by_minibatch=config.by_minibatch,
+        by_minibatch=config.by_minibatch, loss_factor=config.loss_factor,
+        by_trajectory=config.avg_level is CriticAvgLevel.sequence,
     )
 
 

@@ -24,7 +24,7 @@ from streamrl.metrics.meter import Meter
 from streamrl.metrics.names import METRICS, member
 
 RATIO_CAP = 2.0
-"""Cap of `ess/sequence_clipped`; of `ratio/share_truncated` where the surrogate has none."""
+"""Cap of `ess/sequence_clipped` and `ess/token_clipped`; of `ratio/share_truncated` where the surrogate has none."""
 
 
 @torch.no_grad()
@@ -63,7 +63,8 @@ def _sums(tokens: TokenBatch, terms: LossTerms, cap: float) -> dict[str, tuple[T
     ratio, square = wide.exp() * mask, wide.square()
     weight, rows = ratio * keep, keep.any(1)
     sequence = (wide * keep).sum(1).clamp(-LOG_BOUND, LOG_BOUND).exp() * rows
-    truncated = sequence.clamp(max=RATIO_CAP)  # controllers compare steps: one cap, whatever the surrogate's
+    # Controllers compare steps: one cap, whatever the surrogate's.
+    short, truncated = weight.clamp(max=RATIO_CAP), sequence.clamp(max=RATIO_CAP)
     num_tokens, num_kept, num_rows = mask.sum(), keep.sum(), rows.sum()
     at_lag_0 = mask & (tokens.lags == 0)
     per_token = {
@@ -84,6 +85,7 @@ def _sums(tokens: TokenBatch, terms: LossTerms, cap: float) -> dict[str, tuple[T
         "ratio/mean_token": (weight.sum(), num_kept), "ratio/mean_sequence": (sequence.sum(), num_rows),
         "drift/mismatch": ((tokens.recorded_log_ratios.double().square() * at_lag_0).sum(), at_lag_0.sum()),
         "ess/token": (num_kept, weight.sum(), weight.square().sum()),
+        "ess/token_clipped": (num_kept, short.sum(), short.square().sum()),
         "ess/sequence": (num_rows, sequence.sum(), sequence.square().sum()),
         "ess/sequence_clipped": (num_rows, truncated.sum(), truncated.square().sum()),
         "advantage/std": (num_tokens, advantages.sum(), advantages.square().sum()),

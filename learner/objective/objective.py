@@ -14,7 +14,10 @@ between them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from learner.data.packing import LeaveOut
 from learner.objective.options import (
@@ -42,6 +45,7 @@ class Objective:
         regularizers: KL, entropy and constraints; None is what `loss` alone asks for.
         reward_rules: what a trajectory's reward is made of; None takes the task's.
         filter_truncated: trajectories that hit the length limit leave the loss and stay in their group's baseline.
+        group_mask: tells which trajectories [P] of a batch are not masked with their group; None masks none.
         leave_out: what trajectories that cannot change the gradient go without, where no term reads them.
         steps_per_batch: optimizer steps of one batch.
     Raises:
@@ -52,6 +56,7 @@ class Objective:
         self, advantage: AdvantageConfig, loss: LossConfig, *, max_new_tokens: int, max_lag: int,
         regularizers: Regularizers | None = None, reward_rules: RewardRules | None = None,
         filter_truncated: bool = False, leave_out: LeaveOut = LeaveOut.NOTHING, steps_per_batch: int = 1,
+        group_mask: Callable[..., Tensor] | None = None,
     ) -> None:
         check_settings(advantage, loss, max_lag=max_lag, steps_per_batch=steps_per_batch)
         self.advantage, self.loss = advantage, loss
@@ -59,7 +64,7 @@ class Objective:
         self.correction, self.anchor = find_correction(loss.correction), anchor_of(loss)
         self.max_new_tokens, self.steps_per_batch = max_new_tokens, steps_per_batch
         self.regularizers = regularizers or Regularizers.of_loss(loss)
-        self.reward_rules, self.filter_truncated = reward_rules, filter_truncated
+        self.reward_rules, self.filter_truncated, self.group_mask = reward_rules, filter_truncated, group_mask
         need(
             advantage.by is AdvantageBy.trajectory
             or not (self.regularizers.shapes_rewards or (reward_rules is not None and reward_rules.changes)),

@@ -171,6 +171,20 @@ def violation(value: float, limit: float, sense: str) -> float:
     return max(0.0, float(error))
 
 
+Violations = dict[str, tuple[int, int, float]]
+"""Name of a constraint -> steps, those that broke it, and by how much all of them together."""
+
+
+def count_violation(violations: Violations, name: str, broken: float) -> dict[str, float]:
+    """Count one more step; its metrics, and those of the run so far."""
+    num_steps, num_broken, total = violations.get(name, (0, 0, 0.0))
+    num_steps, num_broken, total = violations[name] = num_steps + 1, num_broken + (broken > 0.0), total + broken
+    return {
+        f"constraint/{name}_violation": broken, f"constraint/{name}_satisfied": float(broken == 0.0),
+        f"constraint/{name}_violation_mean": total / num_steps, f"constraint/{name}_num_violations": float(num_broken),
+    }
+
+
 def method_options(constraint: ConstraintConfig) -> dict[str, Any]:
     """Keyword arguments of the method of constraints, with the penalty's weight filled in."""
     knobs = _knobs(DUAL_METHODS.get(constraint.method, controllers.constraint_penalty))

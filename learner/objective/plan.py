@@ -90,6 +90,7 @@ class BatchPlan:
         tensors = plan_tensors.of_plan(
             rows, planned, ranks, avg_level=objective.loss.avg_level, max_new_tokens=objective.max_new_tokens,
             spread_budget=lag_policy.spread_budget, filter_truncated=objective.filter_truncated,
+            passed=None if objective.group_mask is None else objective.group_mask(trajectories, batch, ranks),
         )
         # An agent's siblings may be on any rank, and so may the turns that its score is the sum of.
         if advantage.by is AdvantageBy.agent:

@@ -83,24 +83,25 @@ class PlanTensors:
 
 def of_plan(
     trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], ranks: Ranks, *, avg_level: str, max_new_tokens: int,
-    spread_budget: int | None = None, filter_truncated: bool = False,
+    spread_budget: int | None = None, filter_truncated: bool = False, passed: Tensor | None = None,
 ) -> PlanTensors:
     """The plan as tensors; a collective call under `filter_truncated`.
 
     Args:
         filter_truncated: truncated trajectories count in baselines, but neither in the loss nor in what it is divided
             by.
+        passed: bool [P]; trajectories without it are treated as truncated ones then are.
         spread_budget: groups whose head lags differ by more are split for the baseline; None keeps all whole.
     Raises:
         ContentError: the plan and this rank's share disagree: every count would be wrong.
     """
-    places = _places(trajectories, plan, ranks.dp_rank)
+    places = places_of(trajectories, plan, ranks.dp_rank)
     group_ids = torch.tensor([row.group_id for row in plan], dtype=torch.int64)
     counts = torch.tensor([row.num_action_tokens for row in plan], dtype=torch.int64)
-    kept = torch.ones(len(plan), dtype=torch.bool)
+    kept = torch.ones(len(plan), dtype=torch.bool) if passed is None else passed
     if filter_truncated:
         truncated = torch.tensor([float(row.truncated) for row in trajectories])
-        kept = exchange(places, truncated, len(plan), ranks) == 0
+        kept = kept & (exchange(places, truncated, len(plan), ranks) == 0)
     # Fixed here from the whole batch: a mean taken in each micro-batch would depend on how the batch was split.
     weights, minibatches = torch.zeros(len(plan)), torch.tensor([row.minibatch for row in plan])
     for number in minibatches.unique().tolist():  # each is the mean of an optimizer step of its own
@@ -338,7 +339,7 @@ def _sums(values: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([torch.tensor(float(chosen.numel())).double(), chosen.sum(), chosen.square().sum()])
 
 
-def _places(trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], rank: int) -> Tensor:
+def places_of(trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], rank: int) -> Tensor:
     """The place of each trajectory in the plan, after a check that both say the same."""
     # The plan says who trains what; a trajectory that only one side knows would make every denominator wrong.
     place_of = {(row.group_id, row.index): i for i, row in enumerate(plan) if row.rank == rank}

@@ -211,6 +211,7 @@ class LossWeights:
         self._bonus, self.clip_high = loss.entropy_coef, loss.clip_high
         self._last: dict[str, float] = {}  # newest measurement of each name in MEASURED
         self._duals = {name: ConstraintState() for name in self._limits}
+        self._violations: options.Violations = {}
         self._follow_schedule(num_steps)  # a resumed run starts in the middle of it
 
     @property
@@ -256,7 +257,8 @@ class LossWeights:
         for name, multiplier in self.multipliers.items():
             meter.add(f"constraint/{name}", multiplier)
             if (value := meter.value(MEASURED[name])) is not None:
-                meter.add(f"constraint/{name}_violation", options.violation(value, self._limits[name], SENSES[name]))
+                broken = options.violation(value, self._limits[name], SENSES[name])
+                meter.add_all(options.count_violation(self._violations, name, broken))
 
     def update(self, meter: Meter, *, num_steps: int, frozen: bool = False) -> None:
         """Move all weights by this step's global means; what was not measured moves nothing.
@@ -304,6 +306,7 @@ class LossWeights:
         return {
             "kl": asdict(self._kl_state), "entropy_coef": self._bonus, "clip_high": self.clip_high,
             "last": dict(self._last), "constraints": {name: asdict(state) for name, state in self._duals.items()},
+            "violations": dict(self._violations),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -316,6 +319,7 @@ class LossWeights:
         if self._entropy.adapt is EntropyAdapt.clip_high:
             self.clip_high = float(state["clip_high"])
         self._last = {name: float(value) for name, value in state["last"].items()}
+        self._violations = dict(state.get("violations", {}))
         for name in self._duals:
             if name in state["constraints"]:
                 self._duals[name] = ConstraintState(**state["constraints"][name])

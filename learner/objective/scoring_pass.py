@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from learner.data.packing import MicroBatch
+from learner.data.resized import dealt
 from learner.model.critic import Critic
 from learner.model.networks import FrozenPolicy
 from learner.model.policy import Inspect, Inspected, Policy
@@ -30,16 +31,18 @@ from streamrl.algorithms import score_square_norms
 def score_batch(
     policy: Policy, micro_batches: Sequence[MicroBatch], plan: BatchPlan, ranks: Ranks, *,
     critic: Critic | None = None, frozen: Mapping[str, FrozenPolicy | None] | None = None,
+    passes: Sequence[MicroBatch] | None = None,
 ) -> BatchPlan:
     """The plan with what networks give for the whole batch; a collective call, or nothing at all.
 
     Args:
         frozen: policies that are only compared with, by the name of the need that each meets.
+        passes: the same trajectories in micro-batches of another size, to be run in place of those that are trained.
     """
     needs, observed = plan.objective.needs, []
     if not needs:
         return plan
-    for micro_batch in micro_batches:
+    for micro_batch in micro_batches if passes is None else passes:
         batch = micro_batch.to(ranks.device)
         found = _policy_side(policy, batch, needs, critic)
         for name, model in (frozen or {}).items():
@@ -48,6 +51,8 @@ def score_batch(
                 found[name] = batch.padded(model.score(batch))
         # Kept on the device until the step ends: the loss and the critic read them again.
         observed.append((batch, PassOutputs(**found)))
+    if passes is not None:
+        observed = dealt(micro_batches, observed, ranks.device)
     return with_outputs(plan, observed, ranks)
 
 

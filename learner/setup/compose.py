@@ -28,6 +28,7 @@ from learner.loop.train import train
 from learner.publish.publishing import Prober, Versions, probe_tokens
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
+from learner.record.memory import memory_profiled
 from learner.record.recorder import Recorder
 from learner.record.step_samples import ExpectedAnswers, open_samples
 from learner.setup.device import environment
@@ -103,7 +104,7 @@ def _build(config: Config, given: Inputs, run_dir: Path, stop: StopFlag, ranks: 
     )
     audit = Audit(
         trainer.networks.policy, ranks, trainer.with_wire_precision, share=config.trust.audit_share,
-        seed=config.run.seed, max_lag=largest_max_lag(config), max_tokens=config.learner.max_row_tokens,
+        seed=config.run.seed, max_lag=largest_max_lag(config), max_tokens=config.learner.max_inference_row_tokens,
         redraws=not isinstance(given.task.env(), DrivesGeneration),
     )
     versions = _make_versions(config, given, trainer, staleness, link, audit, shm)
@@ -226,6 +227,7 @@ def _keep(run: Run, lock: RunLock | None, shm: ShmPublisher | None) -> None:
     ):
         if close is not None:
             run.resources.callback(close)
+    run.resources.enter_context(memory_profiled(run.config.run.memory_interval_s, run.run_dir, run.ranks))
 
 
 def carry_out(

@@ -14,7 +14,7 @@ import torch
 from learner.checkpoint.checkpoint import Checkpoint, ResumeState
 from learner.control.staleness import StalenessControl
 from learner.data.packing import LeaveOut
-from learner.hub_client.settings import answer_limit
+from learner.hub_client.settings import answer_limit, trained_scores
 from learner.loop.steering import Steering
 from learner.model.adapter.lora import AdapterOf, FrozenAdapter, add_adapter, check_resumed, describe, describe_adapter
 from learner.model.critic import build_critic
@@ -24,18 +24,19 @@ from learner.model.paths import compute_dtype, wire_dtype
 from learner.model.policy import Policy, keep_gathered, load_policy, pass_options
 from learner.model.teacher import load_teacher
 from learner.objective.objective import Objective
-from learner.objective.options import needs_reference
+from learner.objective.options import need, needs_reference
 from learner.objective.regularizers import LossWeights, Regularizers
 from learner.objective.rewards import RewardRules
 from learner.publish.export import export_model, used_template
 from learner.publish.rounding import round_frozen
 from learner.ranks.mesh import Ranks
+from learner.setup.group_mask import group_mask
 from learner.setup.preflight import check_losses, check_models, template_text
 from learner.setup.shadows import make_shadows
 from learner.trainer import Trainer, TrainerSettings
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.rules import lag_rule, largest_max_lag, soft_max_lag, steps_per_batch
-from streamrl.config.schema import Config, LoraBase, LoraConfig, ReferenceConfig, SkipZeroAdvantage
+from streamrl.config.schema import Config, CriticKind, LoraBase, LoraConfig, ReferenceConfig, SkipZeroAdvantage
 
 log = logging.getLogger("streamrl.learner")
 
@@ -45,6 +46,7 @@ def load_trainer(
 ) -> tuple[Trainer, AdapterOf | None]:
     """The trainer with its networks, and what identifies the adapter that it trains, if it is one."""
     objective = make_objective(config, staleness, past.controls, num_steps=past.version // steps_per_batch(config))
+    _check_inference_budget(config, objective)
     adapter = describe_adapter(config.policy.lora, model_dir, ranks)
     if past.checkpoint is not None:
         check_resumed(past.checkpoint.extra.get("adapter"), adapter, ranks)
@@ -68,10 +70,29 @@ def load_trainer(
     return trainer, adapter
 
 
+def _check_inference_budget(config: Config, objective: Objective) -> None:
+    budget = config.learner.max_inference_tokens_per_device
+    if budget is None:
+        return
+    need(
+        config.critic.kind is CriticKind.model
+        or not objective.has_critic,
+        f"learner.max_inference_tokens_per_device={budget} is not for critic.kind=head, which keeps the states of the "
+        "micro-batches that are trained: set critic.kind=model, or leave it out",
+    )
+    need(
+        bool(objective.needs)
+        or objective.leave_out is LeaveOut.BACKWARD
+        or config.trust.audit_share > 0.0,
+        f"learner.max_inference_tokens_per_device={budget} does nothing: these settings make no pass without gradient",
+    )
+
+
 def _trainer_settings(config: Config, ranks: Ranks) -> TrainerSettings:
     learner, policy = config.learner, config.policy
     return TrainerSettings(
         max_tokens=learner.max_row_tokens, num_minibatches=learner.num_minibatches,
+        max_inference_tokens=learner.max_inference_row_tokens if learner.max_inference_tokens_per_device else None,
         num_epochs=learner.num_epochs, max_grad_norm=policy.optimizer.max_grad_norm, reduce_once=learner.reduce_once,
         ewma_decay=config.loss.ewma_decay, sync_reference_every=config.reference.sync_every_steps,
         num_critic_warmup_steps=config.critic.num_warmup_steps,
@@ -104,6 +125,7 @@ def make_objective(
         regularizers=Regularizers(config.kl, config.constraint, config.loss, loss_weights, config.distill),
         reward_rules=reward_rules, filter_truncated=config.filter.truncated, steps_per_batch=steps_per_batch(config),
         leave_out=leaves_out(config.learner.skip_zero_advantage, staleness),
+        group_mask=group_mask(config.filter, trained_scores(config)),
     )
 
 

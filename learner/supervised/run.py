@@ -33,6 +33,7 @@ from learner.publish.export import export_model, used_template
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
+from learner.record.memory import memory_profiled
 from learner.record.profile import profiled
 from learner.record.recorder import Recorder
 from learner.setup.model_hub import find_models
@@ -118,7 +119,7 @@ class Run:
             size, data = config.rollout.num_prompts_per_step, config.data
             places = places_of(self.step, size, len(self.data.train), seed=config.run.seed, shuffle=data.shuffle)
             rows = self.rows(self.data.train, places, "training")
-            micro_batches = self.packed(rows)
+            micro_batches = self.packed(rows, config.learner.max_row_tokens)
         with self.clock.timed("forward_backward"):
             measured = self.passes(micro_batches, rows, gradients=True)
         with self.clock.timed("optimizer"):
@@ -152,8 +153,8 @@ class Run:
                 found.append(row)
         return found
 
-    def packed(self, rows: list[Trajectory]) -> list[MicroBatch]:
-        return equalize(pack(rows, self.config.learner.max_row_tokens), self.ranks)
+    def packed(self, rows: list[Trajectory], max_tokens: int) -> list[MicroBatch]:
+        return equalize(pack(rows, max_tokens), self.ranks)
 
     def passes(
         self, micro_batches: Sequence[MicroBatch], rows: Sequence[Trajectory], *, gradients: bool
@@ -187,7 +188,8 @@ class Run:
             return {}
         with self.clock.timed("eval"):
             rows = self.rows(self.data.test, range(num), "held-out")
-            measured = self.passes(self.packed(rows), rows, gradients=False)
+            passes = self.packed(rows, self.config.learner.max_inference_row_tokens)
+            measured = self.passes(passes, rows, gradients=False)
         return {f"supervised/held_out_{name}": measured[name] for name in ("loss", "accuracy") if name in measured}
 
     def record(self, measured: dict[str, float]) -> None:
@@ -254,7 +256,7 @@ def side_limit(config: Config, kind: str) -> int:
 
     Raises ConfigError: a packed row cannot hold what `data.max_tokens` allows.
     """
-    budget = config.learner.max_row_tokens
+    budget = min(config.learner.max_row_tokens, config.learner.max_inference_row_tokens)
     # Both sides of a pair are packed as one row; a reward model's have a token more each, at which it is read.
     room = budget if kind == "sft" else budget // 2 - (kind == "train-reward-model")
     wanted = config.data.max_tokens
@@ -343,6 +345,7 @@ def build_run(
         version=past.version if past.checkpoint is not None else -1,
     )
     resources.callback(saving.close)
+    resources.enter_context(memory_profiled(config.run.memory_interval_s, run_dir, ranks))
     run.checkpoints = Checkpoints(
         saving, SaveRetries(config.checkpoint.grace_s), ranks, clock, every_s=60.0 * config.checkpoint.every_minutes,
         every_steps=config.checkpoint.every_steps, steps_per_batch=1, remembered=run.remembered,

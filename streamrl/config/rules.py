@@ -134,6 +134,10 @@ def _check_ranges(config: Config) -> None:
         accuracy is None or (len(accuracy) == 2 and accuracy[0] < accuracy[1]),
         f"filter.accuracy_range={accuracy} must be two numbers, the lower one first, e.g. [0.01,0.99]",
     )
+    _need(
+        config.filter.refill or config.filter.zero_std or accuracy is not None,
+        "filter.refill=false does nothing without a filter: set filter.zero_std=true or filter.accuracy_range too",
+    )
     _check_train_sampling(config.rollout.train.sampling)
     _check_train_split(config.rollout.train)
     _need(
@@ -368,13 +372,14 @@ def _check_sizes(config: Config) -> None:
         f"rollout.num_min_members={rollout.num_min_members} exceeds rollout.num_responses_per_prompt={group}",
     )
     longest = rollout.max_prompt_tokens + config.env.max_turns * new_tokens
-    budget, context = config.learner.max_tokens_per_device, config.learner.mesh.context
-    _need(
-        longest <= budget * context,
-        f"learner.max_tokens_per_device={budget} on learner.mesh.context={context} ranks cannot hold the longest "
-        f"trajectory: rollout.max_prompt_tokens={rollout.max_prompt_tokens} + env.max_turns={config.env.max_turns} x "
-        f"rollout.train.sampling.max_new_tokens={new_tokens} = {longest}; raise the budget or lower the lengths",
-    )
+    for name in ("max_tokens_per_device", "max_inference_tokens_per_device"):
+        budget, context = getattr(config.learner, name), config.learner.mesh.context
+        _need(
+            budget is None or longest <= budget * context,
+            f"learner.{name}={budget} on learner.mesh.context={context} ranks cannot hold the longest trajectory: "
+            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + env.max_turns={config.env.max_turns} x "
+            f"rollout.train.sampling.max_new_tokens={new_tokens} = {longest}; raise the budget or lower the lengths",
+        )
 
 
 def _check_minibatches(config: Config) -> None:

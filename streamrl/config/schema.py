@@ -18,6 +18,7 @@ from streamrl.config.schema_algorithm import *
 from streamrl.config.schema_system import *
 from streamrl.config.schema_task import *
 
+CriticAvgLevel = StrEnum("CriticAvgLevel", ["token", "sequence"])
 CriticKind = StrEnum("CriticKind", ["head", "model"])
 EssRule = StrEnum("EssRule", ["none", "sqrt", "linear"])
 GroupPolicy = StrEnum("GroupPolicy", ["reissue_missing", "reissue_whole", "accept_partial"])
@@ -53,6 +54,9 @@ class RunConfig:
     profile_steps: list[int] = field(default_factory=list)
     """Steps whose operations and stages each learner rank records by torch.profiler, e.g. [5,6]: a trace of each in
     profile/ of the run directory, for Perfetto or chrome://tracing."""
+    memory_interval_s: Positive | None = None
+    """Sample the memory of each learner rank every so many seconds: profile/memory-rank-0.json in the run directory has
+    smallest, largest, mean and standard deviation. Null is off."""
     shutdown_s: Positive = 10.0
     """How long an orderly stop may take before force is used; a step and its checkpoint may take longer."""
 
@@ -215,6 +219,10 @@ class CriticConfig:
     """Parameters of a critic.kind=model that stay as they are, by name or part of one, for example [self_attn]."""
     clip: float | None = None
     """Bound on how far a value may move within one update's loss, from the second of its steps on; null is off."""
+    loss_factor: Positive = 0.5
+    """Factor of the squared error in the critic's loss, which its gradient clip sees; RL2 has 1."""
+    avg_level: CriticAvgLevel = CriticAvgLevel.token
+    """How the critic's token losses are averaged: over every `token`, or each `sequence` (trajectory) alike."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
     """The critic's own optimizer and gradient clip; take a lower rate for critic.kind=model."""
     scheduler: ScheduleConfig = field(default_factory=ScheduleConfig)

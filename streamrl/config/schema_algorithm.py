@@ -30,6 +30,8 @@ class FilterConfig:
     """Drop groups whose rewards, before the overlong penalty, are all equal; others are drawn in their place."""
     min_std: float = 1e-6
     """Rewards that spread less than this count as equal under `filter.zero_std`."""
+    refill: bool = True
+    """Generate others in the place of dropped groups; `false` keeps those in the batch, out of the loss."""
     truncated: bool = False
     """Leave trajectories that hit the length limit out of the loss; they still count in their group's baseline."""
     accuracy_range: list[float] | None = None

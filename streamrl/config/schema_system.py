@@ -57,6 +57,9 @@ class LearnerConfig:
     max_tokens_per_device: PositiveInt = 4096
     """Token budget of one packed micro-batch on one rank; times `learner.mesh.context` it must hold the longest prompt
     and response. Where nothing sets it, a GPU gets what its memory holds (docs/gpu.md)."""
+    max_inference_tokens_per_device: PositiveInt | None = None
+    """The budget of passes without gradient, which need less memory: those before a batch's first step (a critic.kind=
+    model, a reference, whitening ...), of what is only measured, audits, held-out records. Null is the same budget."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once."""
     share_prompts: bool = True
@@ -105,6 +108,11 @@ class LearnerConfig:
     def max_row_tokens(self) -> int:
         """Token budget of a packed row, which the ranks of the context axis compute together."""
         return self.max_tokens_per_device * self.mesh.context
+
+    @property
+    def max_inference_row_tokens(self) -> int:
+        """The same for passes without gradient."""
+        return (self.max_inference_tokens_per_device or self.max_tokens_per_device) * self.mesh.context
 
 
 @dataclass

@@ -264,6 +264,7 @@ SECTIONS: dict[str, list[Metric]] = {
     ),
     "Off-policy statistics and control": section(
         ("ess/token", "fraction", "ess", "Effective sample size of the token ratios, 1 on policy."),
+        ("ess/token_clipped", "fraction", "ess", "The same with ratios cut at 2."),
         ("ess/sequence", "fraction", "ess", "Effective sample size of the whole-trajectory ratios."),
         ("ess/sequence_clipped", "fraction", "ess", "The same with ratios cut at the cap."),
         ("ess/kept_fraction", "fraction", "mean", "Tokens that entered the effective sample size."),
@@ -311,8 +312,9 @@ SECTIONS: dict[str, list[Metric]] = {
         ("policy/grad_cosine", "cosine", "last", "Cosine of the gradient to that of the optimizer step before; of a "
                                                  "batch of several steps, their mean.", "gradient_cosine"),
         ("policy/lr", "rate", "last", "Learning rate of the policy."),
-        ("constraint/*", "multiplier", "last", "Multiplier of a named constraint; as NAME_violation by how much "
-                                                "this step breaks it, 0 if it holds."),
+        ("constraint/*", "multiplier", "last", "Multiplier of a named constraint; NAME_satisfied is 1 if it "
+                                                "holds, NAME_violation by how much this step breaks it, "
+                                                "NAME_violation_mean and NAME_num_violations of the run so far."),
         ("policy/num_tokens", "tokens", "sum", "Action tokens trained on in this step."),
         ("policy/num_trajectories", "trajectories", "sum", "Trajectories trained on in this step."),
         ("policy/num_groups", "groups", "sum", "Groups trained on in this step."),
@@ -338,7 +340,7 @@ SECTIONS: dict[str, list[Metric]] = {
         ("distill/clamped_fraction", "fraction", "mean", "Tokens whose log-ratio to the teacher was clamped."),
         needs="distill",
     ) + section(
-        ("critic/loss", "loss", "mean", "Value loss per token."),
+        ("critic/loss", "loss", "mean", "Value loss, averaged by `critic.avg_level`."),
         ("critic/grad_norm", "norm", "last", "Global gradient norm of the critic before clipping."),
         ("critic/lr", "rate", "last", "Learning rate of the critic."),
         ("critic/explained_variance", "fraction", "last", "Share of the targets' variance that the critic explains."),

@@ -1,5 +1,6 @@
 """`streamrl launch`: one command, watched processes, nothing left behind."""
 
+import json
 import os
 import signal
 from collections import Counter
@@ -15,11 +16,12 @@ from tests.flow.processes import RunHarness, _command_lines, wait_until
 FRESH = pytest.mark.fresh_processes
 
 
-@pytest.mark.shows("checkpoint.export_hf", "eval.directory", "run.profile_steps")
+@pytest.mark.shows("checkpoint.export_hf", "eval.directory", "run.profile_steps", "run.memory_interval_s")
 @FRESH
 def test_a_launched_run_trains_and_leaves_a_report_and_a_model(harness: RunHarness):
     launch = harness.launch("trainer.num_steps=6", "eval.every_steps=3", "hub.heartbeat_s=0.2",
-                            "run.profile_steps=[2]", f"eval.directory={harness.path / 'evals'}")
+                            "run.profile_steps=[2]", "run.memory_interval_s=0.1",
+                            f"eval.directory={harness.path / 'evals'}")
 
     assert harness.finish(launch, 120) == 0, harness.logs()
     summary, rows = harness.summary(), harness.metrics()
@@ -34,6 +36,8 @@ def test_a_launched_run_trains_and_leaves_a_report_and_a_model(harness: RunHarne
     assert harness.leftovers() == []
     trace = (harness.run_dir / "profile" / "step-000002-rank-0.json").read_text()
     assert all(f'"streamrl: {stage}"' in trace for stage in ("wait", "forward_backward", "publish"))
+    memory = json.loads((harness.run_dir / "profile" / "memory-rank-0.json").read_text())
+    assert memory["num_samples"] > 2 and 1e8 < memory["rss_bytes"]["min"] <= memory["rss_bytes"]["max"] < 1e11
     samples = read_samples(harness.run_dir)
     assert Counter((one.kind, one.step) for one in samples) == (
         {("train", step): 4 for step in range(1, 7)} | {("eval", version): 8 for version in (0, 3, 6)}

@@ -103,7 +103,7 @@ def test_the_remaining_cells_of_the_preset_tables(recipes):
     assert recipes["dapo"].filter.accuracy_range == [0.01, 0.99]
     assert {recipes[name].critic.optimizer.lr for name in ("vtrace", "retrace", "sao")} == {3e-3}
     single = {name for name in RECIPES if recipes[name].rollout.num_responses_per_prompt == 1}
-    assert single == {"sao", "single_rollout", "sao_gae", "flash_reinforce"}
+    assert single == {"ppo", "sao", "single_rollout", "sao_gae", "flash_reinforce"}
     whole = recipes["sao_gae"].critic
     assert (whole.num_warmup_steps, whole.frozen, whole.optimizer.lr) == (10, ["self_attn"], 5e-6)
     assert math.isinf(recipes["prime"].loss.cap)  # its DPPO ratio is explicitly uncapped

@@ -408,6 +408,7 @@ def test_a_group_is_dropped_after_so_many_failures(num_max):
         ([], (1.0, 0.8), 0),
         (["filter.accuracy_range=[0.1,0.7]"], (1.0, 0.8), 1),
         (["filter.accuracy_range=[0.1,0.7]"], (1.0, 0.0), 0),
+        (["filter.zero_std=true", "filter.refill=false"], (1.0, 1.0), 0),
     ],
 )
 def test_each_filter_drops_its_groups(words, rewards, dropped):

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from learner.ranks.mesh import Ranks
 from learner.supervised.methods import export_reward_model, load_reward_network
 from streamrl.config.schema import (
     AdvantageConfig,
+    CriticAvgLevel,
     CriticConfig,
     CriticKind,
     LearnerConfig,
@@ -47,9 +49,9 @@ class Scene:
         self.micros = pack(self.rows, max_tokens, bootstrap=True)
         self.look()
 
-    def look(self):
+    def look(self, **options):
         self.one = OneBatch(self.objective, self.rows, plan_of(self.rows), version=5)
-        self.one.score(self.policy, self.micros, critic=self.critic)
+        self.one.score(self.policy, self.micros, critic=self.critic, **options)
 
     def values(self):
         return torch.cat([self.one.plan.outputs_of(m).values[m.mask] for m in self.micros])
@@ -204,6 +206,50 @@ def test_only_truncated_trajectories_have_a_value_after_their_end(checkpoints):
     for micro in scene.micros:
         ends = scene.one.plan.outputs_of(micro).bootstrap
         assert [bool(end != 0) for end in ends] == [i % 4 == 2 for i in micro.trajectory_ids]
+
+
+def test_a_critic_model_may_look_in_larger_passes_than_it_is_fitted_in(checkpoints):
+    scene = Scene(checkpoints["qwen3-tied"], replace(FAST, kind=CriticKind.model), max_tokens=40)
+    scene.fit()
+    scene.look()
+    small, passes = scene.one.plan, pack(scene.rows, 500, bootstrap=True)
+    scene.look(passes=passes)
+
+    assert len(passes) == 1 < len(scene.micros) and scene.one.plan.outputs.keys() == small.outputs.keys()
+    for micro in scene.micros:
+        before, now = (plan.outputs_of(micro) for plan in (small, scene.one.plan))
+        for name in ("policy", "values", "bootstrap"):
+            torch.testing.assert_close(getattr(now, name), getattr(before, name), atol=1e-5, rtol=1e-5)
+        assert before.values.abs().sum() > 0
+    assert math.isfinite(scene.fit(1).loss)
+
+
+@pytest.mark.shows("critic.loss_factor", "critic.avg_level")
+def test_the_critics_loss_is_that_of_the_formula_in_float64(checkpoints):
+    """`f max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2)` over all tokens, or in each trajectory first."""
+    found, slow = [], replace(FAST.optimizer, eps=0.1)  # an Adam that sees the size of a gradient
+    for factor, level in product((0.5, 1.0), CriticAvgLevel):
+        config = replace(FAST, clip=0.05, loss_factor=factor, avg_level=level, optimizer=slow)
+        scene = Scene(checkpoints["qwen3-tied"], config, max_tokens=40)
+        scene.fit()
+        scene.look()
+        goals, rows = {}, []
+        for micro in scene.micros:
+            goal = scene.one.plan.critic_targets(micro)
+            goal = replace(goal, old=goal.old + 0.1 * torch.arange(goal.old.numel()).sin().view_as(goal.old))
+            goals[micro.trajectory_ids] = goal
+            values, old = scene.one.plan.outputs_of(micro).values.double(), goal.old.double()
+            near = torch.clamp(values, old - 0.05, old + 0.05)
+            losses = factor * torch.maximum((values - goal.targets).square(), (near - goal.targets).square())
+            rows += [row[kept] for row, kept in zip(losses, goal.trained, strict=True)]
+        parts = [torch.cat(rows)] if level is CriticAvgLevel.token else rows
+        result = scene.critic.fit([scene.micros], lambda micro, goals=goals: goals[micro.trajectory_ids], step=1)
+        scene.look()
+        found.append(scene.values())
+
+        assert result.loss == pytest.approx(sum(float(part.mean()) for part in parts) / len(parts), rel=1e-5)
+        assert 0.2 < result.clip_fraction < 0.9
+    assert all(not torch.allclose(*pair, atol=1e-6) for pair in combinations(found, 2))
 
 
 def moved(checkpoint, config, rounds=1):

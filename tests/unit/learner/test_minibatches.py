@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner.checkpoint.checkpoint import find_resume_state
+from learner.data.packing import pack_minibatches
 from learner.loop.run import Run
 from learner.model.gradients import BatchResult, StepResult
 from learner.model.networks import Networks
@@ -20,11 +21,12 @@ from learner.objective.loss import policy_term
 from learner.objective.objective import Objective
 from learner.objective.token_batch import LagPolicy
 from learner.ranks.mesh import Ranks
+from learner.setup.trainer import _check_inference_budget
 from learner.trainer import Callbacks, Trainer, TrainerSettings
 from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OptimizerConfig, PublishWhen
 from streamrl.errors import ConfigError
-from tests.kit.learning import batch, plan_of
+from tests.kit.learning import batch, make_objective, plan_of
 
 K, E, VERSION, LR, CAP = 2, 2, 5, 5e-3, 5.0
 AREAL = LossConfig(
@@ -165,6 +167,36 @@ def test_micro_batches_of_a_minibatch_change_nothing(checkpoints):
 
     for name, parameter in few.items():
         torch.testing.assert_close(many[name], parameter, atol=2e-5, rtol=0, msg=name)
+
+
+@pytest.mark.shows("learner.max_inference_tokens_per_device")
+def test_passes_without_gradient_have_a_budget_of_their_own_which_changes_no_weight(checkpoints):
+    rows, found = fresh_rows(checkpoints["qwen3-tied"]), []
+    for budget in (None, 4000, 30):
+        policy, passes = load_policy(checkpoints["qwen3-tied"]), []
+        policy.register_forward_hook(lambda *_, passes=passes: passes.append(torch.is_grad_enabled()))
+        trainer = trainer_of(policy, GROUP_STD, AREAL, num_minibatches=K, num_epochs=1, max_tokens=60)
+        trainer.settings = replace(trainer.settings, max_inference_tokens=budget)
+        trainer.train_batch(rows, in_minibatches(rows))
+        found.append((passes.count(False), passes.count(True), torch.cat([p.flatten() for p in policy.parameters()])))
+    (same, trained, weights), (one, *_), (many, *_) = found
+
+    assert (same, one) == (trained, 1) and many > same and all(count == trained for _, count, _ in found)
+    assert all(torch.allclose(other, weights, atol=2e-5, rtol=0) for _, _, other in found)
+    few, each = (pack_minibatches(rows, plan_of(rows), 30, Ranks(), measured=range(len(rows)), max_measured_tokens=most)
+                 for most in (4000, None))
+    assert len(few[0]) == 2 < len(each[0])  # the first is empty: nothing has a gradient
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["algorithm=ppo"], "is not for critic.kind=head, which keeps the states"),
+    (["algorithm=dr_grpo"], "does nothing: these settings make no pass without gradient"),
+    (["rollout.train.sampling.max_new_tokens=3000"], "=2000 on learner.mesh.context=1 ranks cannot hold the longest"),
+])
+def test_a_budget_of_passes_without_gradient_that_cannot_work_is_refused(words, said):
+    words = ["policy.model_path=here", "learner.max_inference_tokens_per_device=2000", *words]
+    with pytest.raises(ConfigError, match=said):
+        _check_inference_budget(config := load_config(words), make_objective(config=config))
 
 
 @pytest.mark.shows("learner.num_epochs")

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from learner.data.packing import pack
+from learner.data.resized import check_split
 from learner.model.networks import Networks
 from learner.model.optimizer import Schedule, make_optimizer
 from learner.model.policy import decoder_layers, load_policy
 from learner.objective.objective import Objective
 from learner.ranks.mesh import Mesh, Ranks
-from learner.trainer import Trainer, TrainerSettings, check_split, forward_backward
+from learner.trainer import Trainer, TrainerSettings, forward_backward
 from streamrl.config.schema import AdvantageConfig, LossConfig, OptimizerConfig
 from streamrl.errors import ConfigError
 from tests.kit.learning import batch, plan_of

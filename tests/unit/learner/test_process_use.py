@@ -1,11 +1,17 @@
 """What a learner rank uses, as the operating system sees it."""
 
+import json
 import os
+import threading
+from itertools import chain, repeat
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
+from learner.ranks.mesh import Ranks
+from learner.record import memory
 from learner.record.process_use import ProcessUse
 from streamrl.metrics.names import METRICS
 from tests.kit.system import until
@@ -44,3 +50,25 @@ case $1 in --id=1) printf '70, 9\n';; --id=*) printf '20, 9\n';; *) printf '0, G
 
     assert use.sample()["system/gpu_allocated_bytes"] == 2.0, "the peak of a step that is over does not count again"
     assert (found["system/gpu_allocated_bytes"], found["system/gpu_reserved_bytes"]) == (5.0, 7.0)
+
+
+def test_a_thread_samples_memory_and_leaves_its_spread_as_a_file(tmp_path, monkeypatch):
+    now, taken = memory.memory_now(torch.device("cpu")), threading.Semaphore(0)
+    assert now["rss_bytes"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
+    assert 0 < now["rss_percent"] < 100 and now["gpu_allocated_bytes"] == now["gpu_peak_bytes"] == 0.0
+    values = chain([2.0, 9.0, 4.0], repeat(5.0))
+
+    def one(device):
+        taken.release()
+        return {"rss_bytes": next(values)}
+
+    monkeypatch.setattr(memory, "memory_now", one)
+    with pytest.raises(MemoryError), memory.memory_profiled(0.001, tmp_path, Ranks()):
+        assert all(taken.acquire(timeout=30) for _ in range(4))
+        raise MemoryError
+    found = json.loads((tmp_path / "profile" / "memory-rank-0.json").read_text())
+    expected = [2.0, 9.0, 4.0] + [5.0] * (found["num_samples"] - 3)
+    assert found["rss_bytes"] == pytest.approx(
+        {"min": 2.0, "max": 9.0, "avg": np.mean(expected), "std": np.std(expected)})
+    with memory.memory_profiled(None, tmp_path / "off", Ranks()):
+        assert not (tmp_path / "off").exists()

@@ -158,10 +158,23 @@ def test_a_multiplier_grows_while_its_constraint_is_violated_and_shrinks_after()
     made.update(seen(kl=0.0, entropy=1.2), num_steps=2)
     assert made.multipliers == pytest.approx({"kl": 0.05, "entropy": 0.2})
     assert recorded(made) == pytest.approx({"step": 0, "constraint/kl": 0.05, "constraint/entropy": 0.2})
-    step = seen(kl=0.3, entropy=1.2)
-    made.record(step)
-    found = step.flush(0)
-    assert (found["constraint/kl_violation"], found["constraint/entropy_violation"]) == pytest.approx((0.2, 0.0))
+
+
+def test_violations_of_a_constraint_are_counted_and_averaged_over_the_run():
+    constraint = ConstraintConfig(kl_limit=0.1, entropy_min=1.0)
+    made, resumed = controls(constraint=constraint), controls(constraint=constraint)
+
+    def stats(one, **measured):
+        step = seen(**measured)
+        one.record(step)
+        found = step.flush(0)
+        return [found[f"constraint/{name}_{kind}"] for name in ("kl", "entropy") for kind in (
+            "satisfied", "violation", "violation_mean", "num_violations")]
+
+    assert stats(made, kl=0.3, entropy=1.2) == pytest.approx([0, 0.2, 0.2, 1, 1, 0, 0, 0])
+    assert stats(made, kl=0.05, entropy=0.4) == pytest.approx([1, 0, 0.1, 1, 0, 0.6, 0.3, 1])
+    resumed.restore(json.loads(json.dumps(made.to_plain())))
+    assert stats(resumed, kl=0.2, entropy=0.7) == pytest.approx([0, 0.1, 0.1, 2, 0, 0.3, 0.3, 2])
 
 
 @pytest.mark.shows("constraint.one_sided")

@@ -10,6 +10,7 @@ from learner.data.packing import pack
 from learner.objective.rewards import RewardRules
 from learner.ranks.mesh import Ranks
 from learner.record.pareto import ParetoArchive
+from learner.setup.group_mask import group_mask
 from streamrl import algorithms
 from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, LossConfig, ObjectivesConfig, OverlongConfig
@@ -241,6 +242,35 @@ def test_truncated_trajectories_can_leave_the_loss_and_stay_in_the_baseline():
     assert torch.count_nonzero(filtered[~kept]) == 0
     torch.testing.assert_close(filtered[kept], plain[kept] * tokens / left)  # same advantage, fewer tokens to divide by
     assert stats["length/truncated_fraction"] == pytest.approx(0.25)
+
+
+IN_RANGE = ("filter.zero_std=false", "filter.accuracy_range=[0.2,0.9]")
+
+
+@pytest.mark.shows("filter.refill")
+@pytest.mark.parametrize(("words", "scores", "masked"), [
+    (("filter.zero_std=true",), [{}, {}, {}], [0]), (IN_RANGE, [{}, {}, {}], [0, 2]),
+    (IN_RANGE, [{"ans_acc": 0.5}, {"ans_acc": 0.9}, {"score": 0.3}], [1]),
+])
+def test_groups_that_a_filter_would_drop_may_stay_in_the_batch_and_leave_the_loss(words, scores, masked):
+    """Rewards of the groups: all 1; 0 and 1 in turn; a tenth of that."""
+    words = ["policy.model_path=here", *words]
+    paid = [np.ones(4), np.arange(4) % 2, 0.1 * (np.arange(4) % 2)]
+    rows = [replace(row, reward=float(paid[row.group_id][row.index]), scores=scores[row.group_id])
+            for row in batch(3, 4)]
+    mask, every = (
+        group_mask(load_config([*words, f"filter.refill={refill}"]).filter, ()) for refill in ("false", "true"))
+    made = make_objective(AdvantageConfig(estimator="group"), PLAIN, group_mask=mask)
+    gradients, stats = losses(rows, group_mask=mask)
+    tokens = sum(row.num_action_tokens for row in rows if row.group_id not in masked)
+
+    assert OneBatch(made, rows, plan_of(rows)).plan.tensors.weights.tolist() == pytest.approx(
+        [0.0 if row.group_id in masked else 1 / tokens for row in rows])
+    moved = [bool(torch.count_nonzero(gradients[4 * group : 4 * group + 4])) for group in (1, 2)]
+    assert moved == [group not in masked for group in (1, 2)]
+    assert stats["policy/num_groups"] == 3 and every is None
+    with pytest.raises(ConfigError, match="filter.refill=false does nothing without a filter"):
+        load_config(["policy.model_path=here", "filter.zero_std=false", "filter.refill=false"])
 
 
 def test_metrics_tell_what_the_task_paid_whatever_is_trained_on():

@@ -47,6 +47,8 @@ def test_effective_sample_sizes_are_of_kept_tokens_and_rows(step):
     tokens, rows = np.exp(np.concatenate(kept)), np.exp([x.sum() for x in kept])
 
     assert stats["ess/token"] == pytest.approx(ess(tokens))
+    assert stats["ess/token_clipped"] == pytest.approx(ess(np.minimum(tokens, 2.0)))
+    assert stats["ess/token_clipped"] > stats["ess/token"]
     assert stats["ess/sequence"] == pytest.approx(ess(rows))
     assert stats["ess/sequence_clipped"] == pytest.approx(ess(np.minimum(rows, 2.0)))
     assert stats["ratio/mean_token"] == pytest.approx(tokens.mean())
