@@ -15,6 +15,7 @@
 # make oracles      set up two more environments, then test the algorithms against other people's implementations
 # make verifiers    set up one more, then train on a taskset of the package verifiers
 # make openenv      set up one more, then train on an environment behind a server of the package openenv
+# make gem          train on environments of the package gem-llm
 
 PYTHON ?= python3
 VENV   := .venv
@@ -30,7 +31,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes, each of which would compile the project again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: core install gpu quickstart vllm test test-slow test-all lint site smollm2 slurm mlflow bench oracles verifiers openenv peers staleness chaos docs-test package-test clean
+.PHONY: core install gpu quickstart vllm test test-slow test-all lint site smollm2 slurm mlflow bench oracles verifiers openenv gem peers staleness chaos docs-test package-test clean
 
 # An environment that `make gpu` made stays one: neither the CPU's lists nor its pins go over it.
 ifeq ($(wildcard $(GPU)),)
@@ -162,6 +163,14 @@ openenv: install .venv-openenv/.installed
 .venv-openenv/.installed:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check openenv==0.10.0
+	touch $@
+
+# It pins older versions of what it needs; those that are installed do.
+gem: install .venv-gem/.installed
+	$(BIN)/python -m pytest tests/unit/envs/adapters/test_real_gem.py
+
+.venv-gem/.installed:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) gem-llm==0.1.0
 	touch $@
 
 staleness: install

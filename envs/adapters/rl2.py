@@ -122,7 +122,7 @@ class GenerateEnv:
 
     def reset(self, record: Record) -> Sequence[ChatMessage]:
         """The record's prompt, for which a tiny model is made; the loop itself decides what the model reads."""
-        return self._shape.messages(record)
+        return self._shape.opening(record)
 
     async def rollout(self, record: Record, client: GenerationClient) -> Step:
         url = f"actor://{next(_numbers)}"

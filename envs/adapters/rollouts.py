@@ -38,7 +38,7 @@ class RolloutEnv:
 
     def reset(self, record: Record) -> Sequence[ChatMessage]:
         """The record's prompt, for which a tiny model is made; the loop itself decides what the model reads."""
-        return self._shape.messages(record)
+        return self._shape.opening(record)
 
     async def rollout(self, record: Record, client: GenerationClient) -> Step:
         if is_async(self._function):

@@ -25,6 +25,8 @@ ANSWER_KEYS = (
     "answer", "gt_answer", "ground_truth", "solution", "label", "target", "final_answer", "reward_model.ground_truth",
 )
 """Where prompt and answer are looked for, in this order, unless a setting says where."""
+ASCII = "".join(map(chr, range(ord(" "), ord("~") + 1))) + "\n"
+"""What tiny models can read of prompts that nobody knows before."""
 MISSING: Any = object()
 
 
@@ -70,6 +72,10 @@ class RecordShape:
         """The conversation that opens the episode."""
         field = self.prompt_field(record)
         return conversation(field, self.prompt_in(record, field))
+
+    def opening(self, record: Record) -> list[ChatMessage]:
+        """The same for a loop that decides what the model reads; it makes its own prompts where it gets seeds alone."""
+        return [ChatMessage("user", ASCII)] if record.keys() == {"seed"} else self.messages(record)
 
     def answer(self, record: Record) -> Any:
         """The right answer as the record holds it, or None."""
