@@ -95,14 +95,3 @@ def test_the_environment_of_several_turns_plays_as_printed(tmp_path):
     assert env.reset({"number": 2})[0].role == "user"
     assert not env.step("3").done and not env.step("I cannot.").done
     assert env.step(" Is it 2?").reward == 1.0
-
-
-def test_the_tool_of_the_page_answers_and_the_answer_is_scored(tmp_path):
-    task = file_of_the_page("tool", tmp_path)
-    env, record = task.env(), task.record("train", 0)
-    env.reset(record)
-    call, result, answer = task.target_turns(record)
-
-    step = env.step(call)
-    assert not step.done and step.messages[0].role == "tool" and step.messages[0].content == result
-    assert env.step(answer).reward == 1.0 and env.step("0").reward == 0.0
