@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from streamrl.config.schema import Config, SamplingConfig
+from streamrl.config.schema import Config, RolloutWeights, SamplingConfig
 from streamrl.errors import ConfigError
 from streamrl.gpus import Placement, place, usable_gpus
 
@@ -26,6 +26,8 @@ NUM_MORE_CANDIDATES = 17
 """Ids of each token beyond those that may be left: the engine asks for 16 more, for ties, and gets the drawn one."""
 MAX_CANDIDATE_BYTES = 8 << 30
 """The most that such ids may take in one actor."""
+TOLERANCES = {RolloutWeights.full: 0.1, RolloutWeights.int8: 0.5}
+"""Nats by which log-probs of actors may differ from the learner's; SmolLM2 in int8 differs by 0.2."""
 
 
 def gpus_per_engine(config: Config) -> int:
@@ -68,7 +70,9 @@ def choice_lines(choices: Iterable[Choice]) -> list[str]:
 
 
 def settle(config: Config) -> list[Choice]:
-    """Replace `auto` by what it is here; returns the choices that a GPU gave."""
+    """Replace `auto`, and nulls that stand for it, by what they are here; returns the choices that a GPU gave."""
+    if config.publish.probe_tolerance is None:
+        config.publish.probe_tolerance = TOLERANCES[config.actors.weights]
     engine, publish, actors = config.actors.engine, config.publish.transports, config.actors.transports
     if engine != "auto" and AUTO not in (publish, actors):
         return []

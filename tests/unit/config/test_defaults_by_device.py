@@ -204,3 +204,10 @@ def test_an_actor_that_joins_takes_the_engine_and_the_transports_that_it_can_hav
     assert local_settings([]).actors.transports == ["ipc", "nccl", "shm", "zmq"]
     assert local_settings(["actors.transports=auto", "actors.device=cpu"]).actors.transports == ["shm", "zmq"]
     assert local_settings(["actors.transports=[zmq]"]).actors.transports == ["zmq"]
+
+
+@pytest.mark.parametrize(("words", "tolerance"), [
+    ([], 0.1), (["actors.weights=int8"], 0.5), (["actors.weights=int8", "publish.probe_tolerance=0.2"], 0.2),
+])
+def test_actors_that_round_their_weights_may_differ_by_more(words, tolerance):
+    assert load_config(["experiment=quickstart", *words]).publish.probe_tolerance == tolerance
