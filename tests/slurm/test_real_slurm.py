@@ -43,7 +43,7 @@ def test_a_run_whose_learner_is_requeued_reaches_its_end(tmp_path):
         wait_until(lambda: (run_dir / "EPOCH").read_text().strip() == "2", 240, "the second start", logs)
         summary = run_dir / "summary.json"
         wait_until(lambda: summary.exists() and json.loads(summary.read_text())["steps"] == 12, 240, "the end", logs)
-        wait_until(lambda: not cluster.jobs(), 120, "the end of all jobs", logs)
+        wait_until(lambda: not cluster.jobs(), 300, "the end of all jobs", logs)
         text = (run_dir / "logs" / "learner-slurm.log").read_text()
         # Two tasks; one that starts again under another name, because its learner was away for long, may make it more.
         assert len(set(re.findall(r"actor (slurm-\S+) joined", text))) >= 2
