@@ -102,7 +102,7 @@ MEANING: Mapping[str, str] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run. `lag` is the forced lag, in optimizer steps; `weights` those of the engine."""
+    """A run at the forced lag `lag`, in optimizer steps, with `weights` (full or int8) in the engine."""
 
     arm: str
     lag: int

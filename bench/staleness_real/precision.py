@@ -15,7 +15,7 @@ from bench.staleness_real.cells import MEANING, SEEDS, SUMS, Cell
 
 ARMS = ("uncorrected", "tis", "vtrace")
 NUM_STEPS = {0: 24, 16: 64}
-"""Of each lag; one of 16 has begun after four times as many."""
+"""Optimizer steps by lag: data of lag 16 are all there are from step 16 on, a quarter of the run."""
 WEIGHTS = ("full", "int8")
 RATE, NUM_SEEDS = 1e-5, 3
 """Half of the experiment's rate for a quarter of its answers: at the whole rate fresh data lose 0.18 in 24 steps."""

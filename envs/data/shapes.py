@@ -26,7 +26,7 @@ ANSWER_KEYS = (
 )
 """Where prompt and answer are looked for, in this order, unless a setting says where."""
 ASCII = "".join(map(chr, range(ord(" "), ord("~") + 1))) + "\n"
-"""What tiny models can read of prompts that nobody knows before."""
+"""Characters for the vocabulary of a tiny model whose prompts nobody knows before the run."""
 MISSING: Any = object()
 
 

@@ -57,7 +57,5 @@ def memory_profiled(interval_s: float | None, run_dir: Path, ranks: Ranks) -> It
         path = run_dir / "profile" / f"memory-rank-{ranks.rank}.json"
         with if_it_can_be_written("the profile of memory"):
             path.parent.mkdir(exist_ok=True)
-            content = msgspec.json.encode({
-                "num_samples": len(values), **found,
-            })
+            content = msgspec.json.encode({"num_samples": len(values), **found})
             write_atomic(path, msgspec.json.format(content))

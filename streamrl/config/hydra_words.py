@@ -26,7 +26,7 @@ SWEEPS = {
 }
 """Names of our settings in Hydra, its Optuna sweeper and its launchers."""
 LAUNCHER = "hydra.launcher."
-"""What follows is a parameter of submitit."""
+"""Prefix of words that name a parameter of submitit."""
 PARAMS = "hydra.sweeper.params."
 """What follows is the setting that varies."""
 SPACE = "search="

@@ -368,8 +368,8 @@ class SweepConfig:
     """Runs of a sweep at once; on this machine they share its cores and GPUs evenly. Null is 1 here, and on Slurm all
     of a grid, or `sweep.num_startup_trials` of a search."""
     launcher: SweepLauncher = SweepLauncher.local
-    """What starts the runs of a sweep: it itself, or the package submitit, each as a job of Slurm (submitit_slurm) or
-    of this machine (submitit_local) that outlives the sweep, and that a resumed sweep finds again."""
+    """Starter of a sweep's runs: `local` is the sweep itself; the package submitit makes each a job of Slurm
+    (submitit_slurm) or of this machine (submitit_local), which outlives the sweep and is found by a resumed one."""
     launcher_options: dict[str, Any] = field(default_factory=dict)
     """Parameters of submitit under `sweep.launcher`, such as timeout_min, partition, cpus_per_task, gpus_per_node and
     setup; max_num_timeout: how often a job whose time was over, or that was lost, is queued again (3)."""

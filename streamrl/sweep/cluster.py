@@ -27,6 +27,7 @@ from streamrl.errors import ConfigError, StreamrlError, in_one_line, install_ext
 from streamrl.gpus import VISIBLE, visible_gpus
 from streamrl.launch import EXIT_INTERRUPTED
 from streamrl.metrics.files import read_object, write_atomic
+from streamrl.named_code import is_own, sign
 from streamrl.processes import host_id, process_state
 from streamrl.sweep.job import Job, JobRun
 from streamrl.sweep.trial import INTERRUPTS, Trial
@@ -102,7 +103,8 @@ class Cluster:
         """The job that was submitted for a run by an earlier sweep, if it has not ended."""
         from submitit import LocalJob, SlurmJob
 
-        note = read_object(run_dir / NOTE)
+        # submitit unpickles a result: nothing that somebody else has put into the directory may be taken for one.
+        note = read_object(run_dir / NOTE) if is_own(run_dir / NOTE) else {}
         if note.get("cluster") != self.kind or (self.kind == "local" and note.get("host") != host_id()):
             return None
         kind = SlurmJob if self.kind == "slurm" else LocalJob
@@ -166,6 +168,8 @@ class SubmittedRun(JobRun):
     def _submit(self) -> bool:
         """Whether the cluster took it; a run whose job it does not take has failed, and others go on."""
         (self.job.run_dir / INTERRUPTS).unlink(missing_ok=True)
+        for result in (self.job.run_dir / FOLDER).glob("*_result.pkl"):
+            result.unlink()  # see `Cluster.known`
         try:
             self._submission = self._cluster.submit(Trial(self.job, dict(self._share)))
         except StreamrlError as error:
@@ -173,6 +177,7 @@ class SubmittedRun(JobRun):
             return False
         note = {"cluster": self._cluster.kind, "id": self._submission.job_id, "host": host_id()}
         write_atomic(self.job.run_dir / NOTE, json.dumps(note) + "\n")
+        sign(self.job.run_dir / NOTE)
         self._ended_at = None
         return True
 
@@ -198,7 +203,7 @@ class SubmittedRun(JobRun):
         return 1, f"{self._name}: {lines[-1]}"
 
     def _ended(self, code: int | None, reason: str) -> int | None:
-        """Its status, or None after it is submitted again: it was lost, or stopped and nobody had asked for that."""
+        """Return the status; None once it is submitted again, because it was lost or stopped unasked."""
         lost = code is None or code == EXIT_INTERRUPTED
         if lost and self._num_interrupts:
             code = EXIT_INTERRUPTED

@@ -15,7 +15,8 @@ import pytest
 from streamrl.errors import ConfigError
 from streamrl.launch import EXIT_INTERRUPTED
 from streamrl.metrics.run_record import read_run
-from streamrl.processes import process_state
+from streamrl.named_code import sign
+from streamrl.processes import host_id, process_state
 from streamrl.sweep import cluster
 from streamrl.sweep.sweep import launch_sweep, num_at_once
 from tests.flow.processes import wait_until
@@ -108,8 +109,22 @@ def test_ctrl_c_stops_the_jobs_in_order_and_the_sweep_goes_on_later(here):
     wait_until(lambda: all(process_state(one) in ("", "Z") for one in jobs(here).values()), 30, "the end of both jobs")
 
     (here / "hold-below").unlink()
+    planted = [path.parent / "slurm" / "99_0_result.pkl" for path in here.glob("out/*/submitted.json")]
+    for path in planted:
+        path.write_bytes(b"cos\n_exit\n(I3\ntR.")  # ends the process that unpickles it
     assert launch_sweep([*LOCAL, "policy.optimizer.lr=0.5,0.25", "checkpoint.resume=true"]) == 0
     assert [outcome for _, outcome, _ in ranking(here)] == ["finished", "finished"]
+    assert len(planted) == 2 and not any(path.exists() for path in planted)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_job_is_found_by_a_note_of_ones_own_alone(here, signed):
+    note = here / "submitted.json"
+    note.write_text(json.dumps({"cluster": "local", "id": str(os.getpid()), "host": host_id()}))
+    if signed:
+        sign(note)
+    found = cluster.Cluster(config_of("sweep.launcher=submitit_local").sweep, "sweep").known(here)
+    assert (found is not None) == signed
 
 
 def test_slurm_gets_a_whole_grid_and_of_a_search_as_many_as_are_drawn_at_random():
