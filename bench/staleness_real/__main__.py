@@ -1,14 +1,14 @@
 """A comparison of corrections on stale data in the real system: which one still learns? See docs/results/staleness.
 
-Run: python -m bench.staleness_real [--quick] [--out FOLDER] [--seeds N ...] [--max-cells N] [--table] [--publish]
+Run: python -m bench.staleness_real [--quick] [--out FOLDER] [--seeds N ...] [--max-cells N] [--jobs N]
+                                      [--table] [--publish]
      python -m bench.staleness_real --arms vtrace impala --lags 24 --rates 3e-4 1e-3 --steps 60 --out FOLDER
      python -m bench.staleness_real --ages --out FOLDER
      python -m bench.staleness_real --precision --out FOLDER
      python -m bench.staleness_real --experiment smollm2 --arms uncorrected vtrace --lags 16 --rates 2e-5 --out FOLDER
 
-Runs one cell after the other and adds a line to FOLDER/results.jsonl for each; started again it goes on where it was.
-The lag of a cell does not depend on the machine's speed: several processes can run at once, each with seeds and a
-folder of its own.
+Runs one cell after the other, or `--jobs` at once, and adds a line to FOLDER/results.jsonl for each; started again it
+goes on where it was. The lag of a cell does not depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 from bench.staleness_real.cells import ARMS, CRITIC_ARMS, LAGS, NUM_STEPS, RATES, Cell, age_cells, all_cells, ordered
 from bench.staleness_real.precision import precision_cells
+from streamrl.errors import RunFailedError
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "docs" / "results" / "staleness-real"
@@ -43,6 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of each run of --arms")
     parser.add_argument("--experiment", default="quickstart", help="of --arms, in an own folder, or a settings file")
     parser.add_argument("--max-cells", type=int, help="stop after so many")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at once, each of about one core")
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
     parser.add_argument("--publish", action="store_true", help="write the table, and replace the committed results")
     arguments = parser.parse_args(words)
@@ -55,38 +59,55 @@ def main(words: Sequence[str] | None = None) -> int:
         cells = [one for one in cells if all(chosen is None or value in chosen for value, chosen in (
             (one.arm, arguments.arms), (one.seed, arguments.seeds), (one.lag, arguments.lags),
             (one.rate, arguments.rates)))]
-        run_all(folder, cells, max_cells=arguments.max_cells)
+        run_all(folder, cells, max_cells=arguments.max_cells, jobs=arguments.jobs)
     return write_table(folder, publish=arguments.publish)
 
 
-def run_all(folder: Path, cells: Sequence[Cell], *, max_cells: int | None = None) -> None:
-    """Every one of these cells that has no valid line yet."""
+def run_all(folder: Path, cells: Sequence[Cell], *, max_cells: int | None = None, jobs: int = 1) -> None:
+    """Run every cell that has no valid line yet. Raises RunFailedError at the end, if runs failed."""
     from bench.environment import environment_stamp
     from bench.staleness_real.run_cell import append, finished, run_cell
 
     # One thread for each process.
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     folder.mkdir(parents=True, exist_ok=True)
-    path, num_run = folder / "results.jsonl", 0
-    while max_cells is None or num_run < max_cells:
-        results = finished(path)
-        tries: dict[Cell, int] = {}
-        for one in results:
-            cell = Cell(one["arm"], one["lag"], one["rate"], one["seed"], one["num_steps"],
-                        one.get("experiment", "quickstart"), one.get("weights", "full"))
-            tries[cell] = NUM_TRIES if one["valid"] else tries.get(cell, 0) + 1
-        waiting = ordered((one for one in cells if tries.get(one, 0) < NUM_TRIES),
-                          [one for one in results if one["valid"]])
-        if not waiting:
-            return
-        cell = waiting[0]
-        result = run_cell(cell, folder)
-        result["valid"] = cell.lag_is_right(result)
-        append({**result, "env": environment_stamp()}, path)
-        num_run += 1
-        print(f"{time.strftime('%H:%M:%S')} {cell.name}: end {result['end']:.3f}, area {result['area']:.3f}, "
-              f"lag {result['settled_lag']:.1f}{'' if result['valid'] else ' WRONG'}, {result['wall_s']:.0f} s; "
-              f"{len(waiting) - 1} cells wait", flush=True)
+    path, left = folder / "results.jsonl", max_cells if max_cells is not None else len(cells) * NUM_TRIES
+    running: dict[Future[dict[str, Any]], Cell] = {}
+    failed: dict[Cell, RunFailedError] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        while True:
+            begun = {*running.values(), *failed}
+            waiting = [cell for cell in _waiting(cells, finished(path)) if cell not in begun]
+            while waiting and left and len(running) < jobs:
+                cell, left = waiting.pop(0), left - 1
+                running[pool.submit(run_cell, cell, folder)] = cell
+            if not running:
+                break
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                cell = running.pop(done)
+                try:
+                    result = done.result()
+                except RunFailedError as error:
+                    failed[cell] = error
+                    print(error, flush=True)
+                    continue
+                result["valid"] = cell.lag_is_right(result)
+                append({**result, "env": environment_stamp()}, path)
+                print(f"{time.strftime('%H:%M:%S')} {cell.name}: end {result['end']:.3f}, area {result['area']:.3f}, "
+                      f"lag {result['settled_lag']:.1f}{'' if result['valid'] else ' WRONG'}, "
+                      f"{result['wall_s']:.0f} s; {len(waiting)} cells wait", flush=True)
+    for error in failed.values():
+        raise error
+
+
+def _waiting(cells: Sequence[Cell], results: Sequence[Mapping[str, Any]]) -> list[Cell]:
+    """Cells without a valid line that may be tried once more, in the order in which they are to be run."""
+    tries: dict[Cell, int] = {}
+    for one in results:
+        cell = Cell(one["arm"], one["lag"], one["rate"], one["seed"], one["num_steps"],
+                    one.get("experiment", "quickstart"), one.get("weights", "full"))
+        tries[cell] = NUM_TRIES if one["valid"] else tries.get(cell, 0) + 1
+    return ordered((one for one in cells if tries.get(one, 0) < NUM_TRIES), [one for one in results if one["valid"]])
 
 
 def write_table(folder: Path, *, publish: bool) -> int:

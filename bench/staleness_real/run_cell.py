@@ -1,21 +1,21 @@
-"""One cell: the run as `streamrl launch` does it, then what is kept of its record."""
+"""One cell: a run of `streamrl launch`, then what is kept of its record."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.staleness_real.cells import Cell
-from streamrl.config.load import load_config
 from streamrl.errors import RunFailedError
-from streamrl.launch import EXIT_INTERRUPTED, Launcher
+from streamrl.launch import EXIT_INTERRUPTED
 from streamrl.metrics.run_record import RunRecord, read_run
 
 KEPT = (
@@ -36,16 +36,18 @@ def run_cell(cell: Cell, folder: Path) -> dict[str, Any]:
     run_dir = folder / cell.name
     shutil.rmtree(run_dir, ignore_errors=True)
     overrides = [*cell.overrides(), f"run.dir={run_dir}", f"policy.tiny.cache_dir={folder / 'models'}"]
-    began, used = time.monotonic(), _cpu_s()
+    began = time.monotonic()
     log_path = folder / f"{cell.name}.log"
-    with log_path.open("w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-        code = Launcher(load_config(overrides), overrides, run_dir).run()
+    with log_path.open("w") as log:
+        process = subprocess.Popen([sys.executable, "-m", "streamrl.cli", "launch", *overrides], stdout=log, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)  # with the time of the run's own processes
+    process.returncode = code = os.waitstatus_to_exitcode(status)
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if code != 0:
         raise RunFailedError(f"{cell.name} ended with status {code}: see {log_path}", code)
     result = {**measured(cell, read_run(run_dir)), "wall_s": round(time.monotonic() - began, 1),
-              "cpu_s": round(_cpu_s() - used, 1)}
+              "cpu_s": round(usage.ru_utime + usage.ru_stime, 1)}
     shutil.rmtree(run_dir)
     log_path.unlink()
     return result
@@ -107,8 +109,3 @@ def finished(path: Path) -> list[dict[str, Any]]:
     """The lines so far; one that a crash cut short is left out."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _cpu_s() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
