@@ -77,7 +77,7 @@ def run_all(folder: Path, cells: Sequence[Cell], *, max_cells: int | None = None
     with ThreadPoolExecutor(jobs) as pool:
         while True:
             begun = {*running.values(), *failed}
-            waiting = [cell for cell in _waiting(cells, finished(path)) if cell not in begun]
+            waiting = [cell for cell in waiting_cells(cells, finished(path)) if cell not in begun]
             while waiting and left and len(running) < jobs:
                 cell, left = waiting.pop(0), left - 1
                 running[pool.submit(run_cell, cell, folder)] = cell
@@ -100,7 +100,7 @@ def run_all(folder: Path, cells: Sequence[Cell], *, max_cells: int | None = None
         raise error
 
 
-def _waiting(cells: Sequence[Cell], results: Sequence[Mapping[str, Any]]) -> list[Cell]:
+def waiting_cells(cells: Sequence[Cell], results: Sequence[Mapping[str, Any]]) -> list[Cell]:
     """Cells without a valid line that may be tried once more, in the order in which they are to be run."""
     tries: dict[Cell, int] = {}
     for one in results:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from bench.staleness.summary import Spread, by
-from bench.staleness_real.cells import ARMS, MEANING, RATES, SUMS, fresh_arm
+from bench.staleness_real.cells import MEANING, RATES, SUMS, fresh_arm
 from bench.staleness_real.precision import precision_table
 
 Result = Mapping[str, Any]
@@ -20,7 +21,7 @@ def tables(results: Sequence[Result]) -> str:
     if all(one.get("experiment") == SUMS for one in results):
         return precision_table(results)
     valid = [one for one in results if one["valid"]]
-    stale = max((one["lag"] for one in valid), default=0)
+    lags = sorted({one["lag"] for one in valid} | {0})
     seeds = {one["seed"] for one in valid}
     wall = sum(one["wall_s"] for one in results)
     return "\n\n".join([
@@ -30,32 +31,33 @@ def tables(results: Sequence[Result]) -> str:
         "lag with a full lead was not the forced one. Mean ± standard deviation over seeds, in brackets how many.",
         "## Every arm at its best rate",
         "The rate with the largest mean area under the curve, chosen for each lag. *Area*: mean score of the run's "
-        "evaluations, 0 to 100 steps. *Kept*: the end at the lag as a share of the arm's own end at lag 0. There every "
+        "evaluations. *Kept*: the end at the largest lag as a share of the arm's own end at lag 0. There every "
         "ratio is 1, and the arms without a critic are one and the same: they share those runs.",
-        _best(valid, stale),
+        _best(valid, lags),
         "## Every rate",
-        _rates(valid, "end", stale), _rates(valid, "area", stale),
-        "## What the runs measured at the lag",
+        _rates(valid, "end", lags), _rates(valid, "area", lags),
+        "## What the runs measured at the largest lag",
         "Means over the steps with a full lead, at the best rate.",
-        _measured(valid, stale),
+        _measured(valid, lags[-1]),
     ]) + "\n"
 
 
-def _best(valid: Sequence[Result], stale: int) -> str:
+def _best(valid: Sequence[Result], lags: Sequence[int]) -> str:
     rows = []
     for arm in _arms(valid):
-        fresh, old = _at_best(valid, fresh_arm(arm), 0), _at_best(valid, arm, stale)
-        cells = [[_cell(of, "end"), _cell(of, "area"), f"{of[0]['rate']:g}" if of else ""] for of in (fresh, old)]
+        found = [_at_best(valid, arm if lag else fresh_arm(arm), lag) for lag in lags]
+        cells = [(_cell(of, "end"), _cell(of, "area"), f"{of[0]['rate']:g}" if of else "") for of in found]
+        fresh, old = found[0], found[-1]
         share = "" if not (fresh and old) else f"{_mean(old, 'end') / max(_mean(fresh, 'end'), 1e-9):.0%}"
         lag = "" if not old else f"{_mean(old, 'mean_lag'):.1f}"
-        rows.append([f"`{arm}`: {MEANING[arm]}", *cells[0], *cells[1], share, lag])
-    header = ["arm", "lag 0: end", "area", "rate", f"lag {stale}: end", "area", "rate", "kept", "mean lag"]
+        rows.append([f"`{arm}`: {MEANING[arm]}", *chain.from_iterable(cells), share, lag])
+    header = ["arm", *chain.from_iterable((f"lag {lag}: end", "area", "rate") for lag in lags), "kept", "mean lag"]
     return _table(header, rows)
 
 
 def _arms(valid: Sequence[Result]) -> list[str]:
-    """Arms of the experiment, then the others that were run."""
-    return [arm for arm in MEANING if arm in ARMS or any(one["arm"] == arm for one in valid)]
+    """Arms that were run, in the order of their meanings."""
+    return [arm for arm in MEANING if any(one["arm"] == arm for one in valid)]
 
 
 def best_rate(valid: Sequence[Result], arm: str, lag: int) -> float | None:
@@ -66,12 +68,12 @@ def best_rate(valid: Sequence[Result], arm: str, lag: int) -> float | None:
     return max((rate for rate in areas if len(areas[rate].values) == most), key=lambda r: areas[r].mean, default=None)
 
 
-def _rates(valid: Sequence[Result], value: str, stale: int) -> str:
+def _rates(valid: Sequence[Result], value: str, lags: Sequence[int]) -> str:
     spreads = by(valid, "arm", "lag", "rate", value=value)
     rates = sorted({one["rate"] for one in valid} or RATES)
-    rows = [[f"`{arm}`", *(_shown(spreads.get((arm, lag, rate))) for lag in (0, stale) for rate in rates)]
+    rows = [[f"`{arm}`", *(_shown(spreads.get((arm, lag, rate))) for lag in lags for rate in rates)]
             for arm in _arms(valid)]
-    return _table([value, *(f"lag {lag}, {rate:g}" for lag in (0, stale) for rate in rates)], rows)
+    return _table([value, *(f"lag {lag}, {rate:g}" for lag in lags for rate in rates)], rows)
 
 
 def _measured(valid: Sequence[Result], stale: int) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from bench.staleness_real.__main__ import waiting_cells
 from bench.staleness_real.cells import AGE_ARMS, AGE_LAGS, ARMS, CRITIC_ARMS, ETA, LAGS, Cell, age_cells, all_cells
 from bench.staleness_real.controls import positive_only, random_mask
 from bench.staleness_real.precision import precision_cells
@@ -49,6 +50,15 @@ def test_the_cells_of_ages_train_long_enough_for_their_lag_with_equally_many_ans
         assert config.rollout.num_prompts_per_step * config.rollout.num_responses_per_prompt == 128
 
 
+def test_a_cell_that_has_a_valid_line_or_was_tried_twice_does_not_wait():
+    cells = [Cell("clip", ETA, 3e-4, seed) for seed in (1, 2, 3)]
+    lines = [result(seed=1), result(seed=2, valid=False), *[result(seed=3, valid=False)] * 2]
+    assert waiting_cells(cells, lines) == [cells[1]]
+    assert waiting_cells(cells, []) == cells
+    tiny, real = (Cell("clip", ETA, 3e-4, 1, experiment=name).overrides() for name in ("quickstart", "smollm2"))
+    assert "launch.in_process=true" in tiny and "launch.in_process=true" not in real
+
+
 def test_the_cells_of_precision_differ_in_what_their_table_shows_alone(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[3])
     cells = precision_cells()
@@ -90,4 +100,6 @@ def test_a_lag_that_is_not_the_forced_one_is_told_and_left_out():
     assert cell.lag_is_right({"settled_lag": 24.0}) and not cell.lag_is_right({"settled_lag": 23.9})
     assert not Cell("clip", 0, 3e-4, 1).lag_is_right({"settled_lag": 0.01})
     text = tables([result(), result(seed=2, end=0.9), result(seed=3, end=0.0, valid=False)])
+    ages = tables([result(lag=lag, rate=rate, end=1 - lag / 512) for lag in (0, 64, 256) for rate in (1e-4, 3e-4)])
+    assert "| lag 64: end | area | rate | lag 256: end |" in ages and "| 0.88 (1) | 0.88 (1) | 0.50 (1) |" in ages
     assert "0.75 ± 0.21 (2)" in text and "2 runs" in text and "1 more runs were left out" in text
