@@ -297,6 +297,10 @@ def checked(step: Any, source: str) -> Step:
         raise TaskError(f"{source} returned {type(step).__name__}, expected streamrl.Step")
     check_roles(step.messages, source)
     check_roles(step.context or (), source)
+    if type(step.reward) is float and abs(step.reward) <= MAX_REWARD and step.score is None and not (
+        step.parts or step.agents
+    ):
+        return step  # nothing to change: a copy takes as long as the answer of a quick environment
     return replace(
         step,
         reward=_number(step.reward, "reward", source),

@@ -12,7 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import ceil
 
 import psutil
@@ -23,67 +23,65 @@ NUM_RECENT_STEPS = 256
 """Environment steps that the percentile is of."""
 
 
+class Inside:
+    """Counter of those inside `with` blocks; `before` is called before each change.
+
+    It is a context manager for any number of blocks: one made by a generator takes three times as long, and an episode
+    has seven.
+    """
+
+    def __init__(self, before: Callable[[], None] | None = None) -> None:
+        self.num_inside = 0
+        self._before = before
+
+    def __enter__(self) -> None:
+        if self._before is not None:
+            self._before()
+        self.num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            self._before()
+        self.num_inside -= 1
+
+
 class LoadMeter:
     """Adds up seconds from its making on; used from one event loop. `clock` is in seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = self._at = clock()
-        self._num_generating = self._num_in_environment = 0
-        self._num_playing = self._num_off_engine = 0
+        self._playing, self._off_engine = Inside(), Inside()
+        self._generating, self._in_environment = Inside(self._count), Inside(self._count)
         self._idle_s = self._starved_s = self._paused_s = self._generation_s = self._environment_s = 0.0
         self._steps_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
 
-    @contextmanager
-    def playing(self) -> Iterator[None]:
+    def playing(self) -> AbstractContextManager[None]:
         """Around an episode."""
-        self._num_playing += 1
-        try:
-            yield
-        finally:
-            self._num_playing -= 1
+        return self._playing
 
-    @contextmanager
-    def off_engine(self) -> Iterator[None]:
+    def off_engine(self) -> AbstractContextManager[None]:
         """Around what an episode does after a generation: its step, and the wait for its group's common one."""
-        self._num_off_engine += 1
-        try:
-            yield
-        finally:
-            self._num_off_engine -= 1
+        return self._off_engine
 
     @property
     def num_for_engine(self) -> int:
         """Episodes that have, or will soon ask for, a place in the engine."""
-        return self._num_playing - self._num_off_engine
+        return self._playing.num_inside - self._off_engine.num_inside
 
-    @contextmanager
-    def generating(self) -> Iterator[None]:
+    def generating(self) -> AbstractContextManager[None]:
         """Around a call of the engine's `generate`."""
-        self._count()
-        self._num_generating += 1
-        try:
-            yield
-        finally:
-            self._count()
-            self._num_generating -= 1
+        return self._generating
 
-    @contextmanager
-    def in_environment(self) -> Iterator[None]:
+    def in_environment(self) -> AbstractContextManager[None]:
         """Around a call of an environment, the wait for a thread included."""
-        self.enter_environment()
-        try:
-            yield
-        finally:
-            self.leave_environment()
+        return self._in_environment
 
     def enter_environment(self) -> None:
-        self._count()
-        self._num_in_environment += 1
+        self._in_environment.__enter__()
 
     def leave_environment(self) -> None:
-        self._count()
-        self._num_in_environment -= 1
+        self._in_environment.__exit__()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -112,11 +110,11 @@ class LoadMeter:
         """Add the time since the last change, before the next one."""
         now = self._clock()
         passed, self._at = now - self._at, now
-        self._generation_s += passed * self._num_generating
-        self._environment_s += passed * self._num_in_environment
-        if not self._num_generating:
+        self._generation_s += passed * self._generating.num_inside
+        self._environment_s += passed * self._in_environment.num_inside
+        if not self._generating.num_inside:
             self._idle_s += passed
-            self._starved_s += 0.0 if self._num_in_environment else passed
+            self._starved_s += 0.0 if self._in_environment.num_inside else passed
 
     def _step_p95_s(self) -> float:
         steps = sorted(self._steps_s)

@@ -30,6 +30,17 @@ def test_a_sample_has_memory_and_processor_of_this_process():
     assert found["system/learner_cpu_percent"] > 0 and 0 < found["system/cpu_percent"] <= 100
 
 
+def test_the_operating_system_is_asked_twice_a_second_at_most():
+    now = [100.0]
+    use = ProcessUse(torch.device("cpu"), lambda: now[0])
+    first = use.sample()
+    block = torch.ones(64 << 20)
+    now[0] += 0.4
+    assert use.sample() == first
+    now[0] += 0.1
+    assert use.sample()["system/rss_bytes"] > first["system/rss_bytes"] + block.nbytes / 2
+
+
 def test_on_a_gpu_its_memory_and_its_use_by_a_fake_driver_are_there_too(monkeypatch, tmp_path):
     fake = tmp_path / "nvidia-smi"
     fake.write_text(r"""#!/bin/sh
