@@ -51,8 +51,10 @@ class LoadMeter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = self._at = clock()
-        self._playing, self._off_engine = Inside(), Inside()
-        self._generating, self._in_environment = Inside(self._count), Inside(self._count)
+        self._playing = Inside()
+        self._off_engine = Inside()
+        self._generating = Inside(self._count)
+        self._in_environment = Inside(self._count)
         self._idle_s = self._starved_s = self._paused_s = self._generation_s = self._environment_s = 0.0
         self._steps_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
 
@@ -101,8 +103,12 @@ class LoadMeter:
         """Seconds since the start, by the names that the hub reads; the last is a 95th percentile."""
         self._count()
         return {
-            "up_s": self._at - self._began, "idle_s": self._idle_s, "starved_s": self._starved_s,
-            "paused_s": self._paused_s, "generation_s": self._generation_s, "environment_s": self._environment_s,
+            "up_s": self._at - self._began,
+            "idle_s": self._idle_s,
+            "starved_s": self._starved_s,
+            "paused_s": self._paused_s,
+            "generation_s": self._generation_s,
+            "environment_s": self._environment_s,
             "env_step_p95_s": self._step_p95_s(),
         }
 
@@ -137,8 +143,10 @@ class UseMeter:
         while True:
             percent, used = await asyncio.to_thread(gpu_use, os.environ)
             self.numbers = {
-                "host_cpu_percent": psutil.cpu_percent(), "rss_bytes": float(psutil.Process().memory_info().rss),
-                "gpu_percent": percent, "gpu_used_bytes": used,
+                "host_cpu_percent": psutil.cpu_percent(),
+                "rss_bytes": float(psutil.Process().memory_info().rss),
+                "gpu_percent": percent,
+                "gpu_used_bytes": used,
                 "host_memory_percent": psutil.virtual_memory().percent,
             }
             await asyncio.sleep(USE_EVERY_S)

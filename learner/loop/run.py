@@ -190,7 +190,8 @@ class Run(Callbacks):
             meter.add_all({f"critic/{name}": value for name, value in asdict(trained.critic).items()})
         publishing = self.versions.publishing
         meter.add_all({
-            "policy/grad_norm": result.grad_norm, "policy/lr": result.lr,
+            "policy/grad_norm": result.grad_norm,
+            "policy/lr": result.lr,
             "policy/num_skipped_steps": float(result.num_skipped),
             "hub/num_failed_publishes": float(publishing.num_failed),
             "throughput/published_bytes": float(publishing.nbytes), "meter/num_nonfinite": 0.0,

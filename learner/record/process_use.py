@@ -41,8 +41,9 @@ class ProcessUse:
         """This rank's `system/*` metrics."""
         if self._clock() - self._asked_at >= HOST_EVERY_S:
             self._asked_at = self._clock()
+            memory = self._process.memory_info()
             self._of_host = {
-                "system/rss_bytes": float(self._process.memory_info().rss),
+                "system/rss_bytes": float(memory.rss),
                 "system/learner_cpu_percent": self._process.cpu_percent(),
                 "system/cpu_percent": psutil.cpu_percent(),
                 "system/memory_percent": psutil.virtual_memory().percent,
