@@ -16,6 +16,7 @@
 # make verifiers    set up one more, then train on a taskset of the package verifiers
 # make openenv      set up one more, then train on an environment behind a server of the package openenv
 # make gem          train on environments of the package gem-llm
+# make kernels      the learner's Triton kernels, in Triton's interpreter
 
 PYTHON ?= python3
 VENV   := .venv
@@ -31,7 +32,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes, each of which would compile the project again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: core install gpu quickstart vllm test test-slow test-all lint site smollm2 slurm mlflow bench oracles verifiers openenv gem peers staleness chaos docs-test package-test clean
+.PHONY: core install gpu quickstart vllm test test-slow test-all lint site smollm2 slurm mlflow bench oracles verifiers openenv gem kernels peers staleness chaos docs-test package-test clean
 
 # An environment that `make gpu` made stays one: neither the CPU's lists nor its pins go over it.
 ifeq ($(wildcard $(GPU)),)
@@ -171,6 +172,14 @@ gem: install .venv-gem/.installed
 
 .venv-gem/.installed:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) gem-llm==0.1.0
+	touch $@
+
+# The version that torch's CUDA builds take; the CPU builds have none.
+kernels: install .venv-kernels/.installed
+	$(BIN)/python -m pytest -s tests/unit/learner/test_logprob_kernel.py
+
+.venv-kernels/.installed:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==3.7.1
 	touch $@
 
 staleness: install

@@ -8,22 +8,33 @@ Where a token was drawn from a set of ids, `log pi(a) - log sum of pi over the s
 computed, so that memory and work grow with the sets and not with the vocabulary. A `LogitRule` is what a model does to
 its logits after the output layer: Cohere and Granite scale, Gemma caps them.
 
+On a GPU with Triton the passes over all logits of a chunk are kernels (`learner.model.scoring.kernel`), where the
+output layer has no bias and no cap; the tensor operations here are their reference.
+
 Legend: M scored tokens, H hidden size, V vocabulary, P tokens with a set, K ids of all sets.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 from torch.nn.functional import linear
 
 from learner.data.packing import TokenSets
+
+log = logging.getLogger("streamrl.learner")
 
 _MOST_DIFFERENCE = 1e-4  # of a logit, relative to the largest; measured about 1e-6
 
@@ -270,18 +281,23 @@ class _ScoreTokens(torch.autograd.Function):
         inverse = temperatures.to(wide).reciprocal()
         logprobs = torch.empty(targets.shape, dtype=wide, device=hidden.device)
         entropy, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        logits = None
+        logits, kernel = None, _kernel_for(hidden, weight, bias, rule)
         for part in _parts(len(targets), chunk):
-            logits = _logits(hidden[part], weight, bias, rule, inverse[part])
-            highest = logits.amax(-1, keepdim=True)
-            powers = (logits - highest).exp_()
-            total = powers.sum(-1)
-            log_sums[part] = highest.squeeze(-1) + total.log()
-            logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - log_sums[part]
-            # H = logsumexp(z) - sum p z
-            entropy[part] = log_sums[part] - torch.linalg.vecdot(powers, logits) / total
+            if kernel is None:
+                logits = _logits(hidden[part], weight, bias, rule, inverse[part])
+                log_sums[part], logprobs[part], entropy[part] = _statistics(logits, targets[part])
+            else:
+                logits = _products(hidden[part], weight, wide)
+                kernel.measure(
+                    logits,
+                    inverse[part] * rule.scale,
+                    targets[part],
+                    log_sums=log_sums[part],
+                    logprobs=logprobs[part],
+                    entropy=entropy[part],
+                )
         ctx.save_for_backward(hidden, weight, bias, targets, inverse, log_sums, entropy)
-        ctx.chunk, ctx.rule = chunk, rule
+        ctx.chunk, ctx.rule, ctx.kernel = chunk, rule, kernel
         ctx.kept = logits if any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -298,14 +314,27 @@ class _ScoreTokens(torch.autograd.Function):
         chosen = torch.zeros_like(entropy) if to_logprobs is None else to_logprobs
         kept, ctx.kept = ctx.kept, None  # overwritten below: a second backward pass computes it again
         for part in reversed(_parts(len(targets), ctx.chunk)):
-            log_p = _logits(hidden[part], weight, bias, ctx.rule, inverse[part]) if kept is None else kept
-            kept = None
-            logits = None if ctx.rule.cap is None else log_p / inverse[part, None]
-            log_p = log_p.sub_(log_sums[part, None])
-            spread = None if to_entropy is None else to_entropy[part]
-            down = _to_logits(log_p, targets[part], chosen[part], entropy[part], spread)
-            down = ctx.rule.pull_back_(down.mul_(inverse[part, None]), logits)
-            narrow = down.to(weight.dtype)
+            if ctx.kernel is None:
+                log_p = _logits(hidden[part], weight, bias, ctx.rule, inverse[part]) if kept is None else kept
+                kept = None
+                logits = None if ctx.rule.cap is None else log_p / inverse[part, None]
+                log_p = log_p.sub_(log_sums[part, None])
+                spread = None if to_entropy is None else to_entropy[part]
+                down = _to_logits(log_p, targets[part], chosen[part], entropy[part], spread)
+                down = ctx.rule.pull_back_(down.mul_(inverse[part, None]), logits)
+                narrow = down.to(weight.dtype)
+            else:
+                down = narrow = ctx.kernel.pull_back(
+                    _products(hidden[part], weight, wide) if kept is None else kept,
+                    inverse[part] * ctx.rule.scale,
+                    targets[part],
+                    log_sums=log_sums[part],
+                    entropy=entropy[part],
+                    to_logprobs=chosen[part],
+                    to_entropy=(torch.zeros_like(entropy) if to_entropy is None else to_entropy)[part],
+                    dtype=weight.dtype,
+                )
+                kept = None
             if to_hidden is not None:
                 to_hidden[part] = narrow @ weight
             if to_weight is not None:
@@ -315,6 +344,44 @@ class _ScoreTokens(torch.autograd.Function):
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
         to_bias = None if to_bias is None else to_bias.to(bias.dtype)
         return to_hidden, to_weight, to_bias, None, None, None, None
+
+
+def _statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log of the sum of powers, log-prob of the target and entropy of each row of tempered logits."""
+    highest = logits.amax(-1, keepdim=True)
+    powers = (logits - highest).exp_()
+    total = powers.sum(-1)
+    log_sums = highest.squeeze(-1) + total.log()
+    # H = logsumexp(z) - sum p z
+    entropy = log_sums - torch.linalg.vecdot(powers, logits) / total
+    return log_sums, logits.gather(-1, targets[:, None]).squeeze(-1) - log_sums, entropy
+
+
+def _kernel_for(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule) -> ModuleType | None:
+    """The kernels, where they compute the same for these inputs; None: the tensor operations do it."""
+    plain = bias is None and rule.cap is None and hidden.dtype == weight.dtype != torch.float64
+    if not plain or is_fake(hidden) or type(weight) not in (Tensor, Parameter):
+        return None
+    return _kernel_on(hidden.device)
+
+
+@cache
+def _kernel_on(device: torch.device) -> ModuleType | None:
+    """The kernels, if they run on this device: compiled for a GPU, on a CPU in the interpreter alone."""
+    if (device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1") or find_spec("triton") is None:
+        return None
+    logits = torch.linspace(-3.0, 3.0, 14, device=device).view(2, 7)
+    targets, found = torch.tensor([5, 0], device=device), torch.zeros(3, 2, device=device)
+    try:
+        from learner.model.scoring import kernel
+
+        kernel.measure(logits, torch.ones_like(found[0]), targets, log_sums=found[0], logprobs=found[1],
+                       entropy=found[2])
+        torch.testing.assert_close(found, torch.stack(_statistics(logits, targets)), atol=1e-4, rtol=1e-4)
+    except Exception as error:  # of a compiler, a driver, a version of Triton: none is worth a run
+        log.warning("the output layer is computed without its Triton kernels, which do not run here: %s", error)
+        return None
+    return kernel
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -339,16 +406,20 @@ def _to_logits(log_p: Tensor, targets: Tensor, chosen: Tensor, entropy: Tensor, 
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule, inverse: Tensor) -> Tensor:
-    """Tempered logits in at least float32; half-precision products are summed in float32, never rounded to half."""
-    if hidden.dtype == inverse.dtype:
-        logits = hidden @ weight.T
-    elif _on_gpu(hidden):
-        logits = torch.mm(hidden, weight.T, out_dtype=inverse.dtype)
-    else:
-        logits = hidden.to(inverse.dtype) @ weight.to(inverse.dtype).T
+    """Tempered logits in at least float32."""
+    logits = _products(hidden, weight, inverse.dtype)
     if bias is not None:
         logits = logits.add_(bias)
     return rule(logits).mul_(inverse[:, None])
+
+
+def _products(hidden: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+    """Half-precision products are summed in float32, never rounded to half."""
+    if hidden.dtype == wide:
+        return hidden @ weight.T
+    if _on_gpu(hidden):
+        return torch.mm(hidden, weight.T, out_dtype=wide)
+    return hidden.to(wide) @ weight.to(wide).T
 
 
 def _on_gpu(tensor: Tensor) -> bool:
