@@ -44,6 +44,13 @@ def gpu_use(environment: Mapping[str, str]) -> tuple[float, float]:
     return max((one[0] for one in numbers), default=0.0), max((one[1] for one in numbers), default=0.0) * (1 << 20)
 
 
+def gpu_names(environment: Mapping[str, str]) -> str:
+    """The GPUs that this process may use, as `1 NVIDIA H100 80GB HBM3`."""
+    names = visible_gpus(environment)
+    kinds = Counter(_asked(f"--id={','.join(names)}", "--query-gpu=name").splitlines())
+    return " and ".join(f"{count} {kind}" for kind, count in kinds.items()) or f"{len(names)} GPUs"
+
+
 def _asked(*words: str) -> str:
     """The lines that nvidia-smi prints; "" without it, or where it fails."""
     if shutil.which("nvidia-smi") is None:

@@ -26,14 +26,16 @@ from streamrl.config.eval_sets import eval_sets, sampling_note
 from streamrl.config.load import load_config, load_with_choices, recorded, to_plain
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, ControlError
-from streamrl.gpus import Placement, environment_for, visible_gpus
+from streamrl.gpus import Placement, environment_for, gpu_names, visible_gpus
 from streamrl.messages.printable import printable_lines
 from streamrl.metrics.files import read_object, write_atomic
+from streamrl.metrics.run_record import read_run
 from streamrl.metrics.summary import Summary
 from streamrl.named_code import words_for_actors
 from streamrl.parent_watch import program
 from streamrl.processes import num_cores
 from streamrl.report.index import write_pages
+from streamrl.report.readme_line import readme_line
 from streamrl.run_dirs import LAUNCH_NOTE, choose_run_dir, launch_lock, name_or_path, note_start
 from streamrl.supervise.actors import EXIT_NO_ACTORS, ActorPool, actor_words
 from streamrl.supervise.caller import Caller
@@ -388,6 +390,8 @@ def launch_run(overrides: Sequence[str], caller: Caller | None = None) -> tuple[
     summary, report = run_dir / "summary.json", run_dir / "report.html"
     if code == 0 and summary.exists():
         caller.say("\n" + Summary.load(summary).table(), end="")
+        used = gpu_names(os.environ) if placement.learner else f"{num_cores()} CPU cores"
+        caller.say(f"{'in one line':<15} {readme_line(read_run(run_dir), used)}")
     write_pages(run_dir, run_dir.parent if config.run.dir is None else None, ended_well=code == 0)
     for name, path in (("model", run_dir / "model"), ("report", report)):
         if path.exists():

@@ -1,6 +1,7 @@
-"""The presets of scripts of RL2, rl4llm, ColossalAI and RLite: each trains two steps of a tiny model."""
+"""The presets of scripts of RL2, rl4llm, ColossalAI and RLite, and `one_gpu`: each trains two steps of a tiny model."""
 
 import json
+import re
 import string
 import sys
 from pathlib import Path
@@ -59,6 +60,8 @@ def write(path: Path, records: list[dict]) -> None:
     "launch experiment=orz data.path=sums.jsonl",
     "launch experiment=orz algorithm=ppo kl.mode=off critic.kind=model data.path=sums.jsonl",
     "launch experiment=countdown",
+    "launch experiment=one_gpu",
+    "launch experiment=one_gpu env.name=gsm8k env.options={} data.path=sums.jsonl",
     "launch experiment=searchr1 env.name=search.questions env.tool_use.documents=wiki.jsonl data.path=sums.jsonl",
     "launch experiment=colossal_grpo data.path=sums.jsonl",
     "launch experiment=colossal_grpo algorithm=dapo data.path=sums.jsonl",
@@ -76,3 +79,6 @@ def test_a_preset_trains_two_steps(folder: Path, tmp_path: Path, typed: str) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if "policy/grad_norm" in row] == [1, 2]
+    if "one_gpu" in typed:
+        told = r"\d+ CPU cores: \S+ tokens/s generated, \S+ trained; .+ from \S+ to \S+ in \S+; peak memory \S+"
+        assert re.search(f"in one line +model on {told} GiB of the host", done.stdout)

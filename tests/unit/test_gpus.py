@@ -12,7 +12,7 @@ import zmq
 from actors.weights.device import DeviceWeights
 from streamrl.config.devices import placement_of
 from streamrl.errors import ConfigError
-from streamrl.gpus import Gpu, gpu_of, parse_gpus, place, read_gpus, usable_gpus, visible_gpus
+from streamrl.gpus import Gpu, gpu_names, gpu_of, parse_gpus, place, read_gpus, usable_gpus, visible_gpus
 from streamrl.weights.gpu.cuda_memory import device_id
 from tests.fakes.communicator import FakeLibrary
 from tests.fakes.device_memory import FakeDeviceMemory
@@ -44,8 +44,10 @@ def test_gpus_are_read_without_torch(nvidia_smi):
         Gpu("0", "GPU-aaa", 81559 << 20, 80000 << 20), Gpu("1", "GPU-bbb", 81559 << 20, 0)
     ]
     assert visible_gpus({}) == ["0", "1"]
+    nvidia_smi.write_text("#!/bin/sh\nprintf 'NVIDIA H200\\nNVIDIA H200\\n'\n")
+    assert gpu_names({"CUDA_VISIBLE_DEVICES": "0,1"}) == "2 NVIDIA H200"
     nvidia_smi.write_text("#!/bin/sh\nexit 9\n")
-    assert read_gpus() == [] == visible_gpus({})
+    assert read_gpus() == [] == visible_gpus({}) and gpu_names({"CUDA_VISIBLE_DEVICES": "0"}) == "1 GPUs"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from streamrl.metrics.rows import Rows
 from streamrl.metrics.run_record import RunRecord, read_run, run_state
 from streamrl.report import headline
+from streamrl.report.readme_line import readme_line
 from streamrl.report.report import write_report
 from streamrl.run_dirs import note_start
 
@@ -112,3 +113,24 @@ def test_a_part_of_the_metrics_holds_every_evaluation_and_both_ends(make_run):
 
     assert len(rows) <= 30 and (rows[0]["step"], rows[-1]["step"]) == (1, 400)
     assert [row["step"] for row in rows if "eval/score" in row] == [1, 10]
+
+
+def test_a_run_in_one_line_has_its_usual_rates_its_best_score_and_the_memory_of_the_whole_gpu():
+    rates = [(10.0, 5.0), (2000.0, 900.0), (3000.0, 1000.0), (20_000.0, 1100.0)]
+    rows = [
+        {"step": step, "throughput/generate_tokens_per_s": made, "throughput/train_tokens_per_s": read,
+         "system/gpu_allocated_bytes": 1 << 30, "hub/actor_gpu_used_bytes": 12.5 * (1 << 30)}
+        for step, (made, read) in enumerate(rates, 1)
+    ]
+    scores = {0: (0.4, 2.0), 2: (0.95, 93.0), 4: (0.95, 180.0)}
+    rows += [{"step": step, "eval/score": score, "run/wall_s": wall_s} for step, (score, wall_s) in scores.items()]
+    settings = {"policy": {"model_path": "models/smollm2-135m"}, "env": {"name": "gsm8k"}}
+
+    assert readme_line(record_of(rows, config=settings), "1 NVIDIA H200") == (
+        "models/smollm2-135m on 1 NVIDIA H200: 3000 tokens/s generated, 1000 trained; gsm8k from 0.4 to 0.95 in 1m33s; "
+        "peak memory 12.5 GiB"
+    )
+    on_host = [{"step": 1, "system/rss_bytes": 1 << 30, "hub/actor_rss_bytes": 1 << 29}]
+    assert readme_line(record_of(on_host), "2 CPU cores").endswith(
+        " on 2 CPU cores: - tokens/s generated, - trained; peak memory 1.5 GiB of the host"
+    )
