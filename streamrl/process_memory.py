@@ -40,11 +40,23 @@ def keep_freed_memory() -> bool:
     """
     if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
         return False
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        libc.gnu_get_libc_version  # noqa: B018 - other libraries of this name have no such settings
-    except (OSError, AttributeError):
+    if (libc := _glibc()) is None:
         return False
     # The arenas of other threads, such as an engine's, return memory to the system whatever the threshold.
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1))
     return all(libc.mallopt(name, value) for name, value in settings)
+
+
+def return_freed_memory() -> None:
+    """Return what was freed to the system, also after `keep_freed_memory`; no effect without glibc."""
+    if (libc := _glibc()) is not None:
+        libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.gnu_get_libc_version  # noqa: B018 - other libraries of this name have no such settings
+    except (OSError, AttributeError):
+        return None
+    return libc

@@ -4,9 +4,10 @@ An engine runs a thread or process of its own and batches by itself: every `gene
 the next step, whatever else is running. Weights are exchanged between two forward passes; running sequences live on
 with their KV cache, and their later tokens carry the new version.
 
-One of your own needs `Engine`, and a factory that takes an `EngineSpec`; `ScoresTokens` and `ExposesWeights` are
-optional. `actors.engine=package.module:factory` uses it; one of ours is an entry of `streamrl.config.rules.ENGINES`. A
-class may give its factory as `from_spec`. Only the engine that is chosen is imported.
+One of your own needs `Engine`, and a factory that takes an `EngineSpec`; `ScoresTokens`, `ExposesWeights` and
+`GivesMemoryBack` are optional. `actors.engine=package.module:factory` uses it; one of ours is an entry of
+`streamrl.config.rules.ENGINES`. A class may give its factory as `from_spec`. Only the engine that is chosen is
+imported.
 """
 
 from __future__ import annotations
@@ -213,6 +214,21 @@ class ExposesWeights(Protocol):
 
     def live_tensors(self) -> Mapping[str, Any]:
         """Checkpoint name to the live tensor it filled, in the engine's own type and on its own device; read only."""
+        ...
+
+
+@runtime_checkable
+class GivesMemoryBack(Protocol):
+    """An engine that can leave its memory to others for a while (`launch.share_gpus=turns`)."""
+
+    async def release(self) -> None:
+        """Give weights and cache back to the system; `installed` is None from here to the next install.
+
+        That install, or `install_base` before it, takes new memory. May be called again before it.
+
+        Raises:
+            EngineError: sequences run, or the engine is dead.
+        """
         ...
 
 

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
 from actors.engines.base import Engine, InstallTimes
-from actors.weights.base_weights import HeldBase, install_version
+from actors.weights.base_weights import HeldBase, install_version, verify_again
 from actors.weights.probe import probe_engine
 from actors.weights.watchdog import EngineHungError, patience, run_with_watchdog
 from streamrl.errors import EngineError, WeightsError
@@ -85,6 +85,7 @@ class Installer:
         self._target: VersionRef | None = None
         self.document: Document | None = None  # the last one that the engine confirmed; kept for a rollback
         self._base: HeldBase | None = None
+        self._released = False
         self._base_turn, self._closing = asyncio.Lock(), threading.Event()
         self._logged_unprobed = False
         self.state = InstallState.IDLE
@@ -135,15 +136,26 @@ class Installer:
             installed = self._engine.installed
             if installed is not None and manifest.ref <= installed:
                 return None  # a newer one was verified sooner
+            first, wakes = self.document is None, self._released
+            if wakes:
+                self.document = None  # should it be damaged, the next install fetches it anew
+                await verify_again(fetched, self._base)
             times = await self._load(fetched.document, manifest.ref)
-            first, self.document = self.document is None, fetched.document
-            # Comparing takes as long as loading: only versions that bring a probe are compared.
-            probed = await self._probe(fetched.document) if manifest.probe is not None else None
+            self.document, self._released = fetched.document, False
+            # Comparing takes as long as loading: only versions that bring a probe are compared, or wake the engine.
+            probed = await self._probe(fetched.document) if wakes or manifest.probe is not None else None
         log.log(  # the first says that this actor is ready; later ones are routine
             logging.INFO if first else logging.DEBUG, "installed version %s by %s, paused %.1f ms",
             manifest.ref, fetched.source.name, 1000 * times.pause_s,
         )
         return _report(manifest, fetched.source, fetched, times, probed=probed)
+
+    async def release(self) -> None:
+        """Have an engine that `GivesMemoryBack` do so, until the next install. EngineError: it hangs, or cannot."""
+        async with self._engine_turn:
+            work = self._engine.release()
+            await run_with_watchdog(self._engine, work, silent_s=self._install_deadline_s, doing="give memory back")
+            self._released = True
 
     async def _fetch_base(self, base: Base, ref: VersionRef) -> None:
         """Hold the weights that versions are adapters of; Superseded if a newer version came meanwhile."""
@@ -161,7 +173,7 @@ class Installer:
     async def check(self, *, reload: bool = False) -> Installed | None:
         """Probe what serves, None if nothing; with `reload` load it again first. EngineError: it must not generate."""
         async with self._engine_turn:
-            if (document := self.document) is None:
+            if (document := self.document) is None or self._released:
                 return None
             if reload and self._base is not None:
                 self._base.loaded = False

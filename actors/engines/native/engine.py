@@ -38,7 +38,7 @@ from actors.engines.native.weights import AdapterSets, Staged, WeightSets, linea
 from streamrl.architectures.saved_buffers import keep_buffers_wide
 from streamrl.errors import EngineError, RequestError
 from streamrl.messages import VersionRef
-from streamrl.process_memory import keep_freed_memory
+from streamrl.process_memory import keep_freed_memory, return_freed_memory
 
 Answer = asyncio.Future[Any]
 _Staged = tuple[Staged, Ready | None]
@@ -250,6 +250,11 @@ class NativeEngine:
             lambda: scheduler.forward.score(ids, start, temperature, scheduler.ref), self._inbox
         )
 
+    async def release(self) -> None:
+        """See `GivesMemoryBack.release`."""
+        async with self._installing:
+            await self._on_thread(self._release, self._inbox)
+
     def live_tensors(self) -> Mapping[str, torch.Tensor]:
         """See `ExposesWeights.live_tensors`."""
         return self._weights.live if self._adapters is None else {**self._weights.live, **self._adapters.live}
@@ -358,11 +363,31 @@ class NativeEngine:
     def _swap(self, exchange: Callable[[], None], ref: VersionRef) -> float:
         begin = time.perf_counter()
         exchange()
+        self._scheduler.forward.cache.allocate()
         self._scheduler.new_version(ref, recompute=self._policy == "recompute")
         pause_s = time.perf_counter() - begin
         self._pause_s += pause_s
         self._installs += 1
         return pause_s
+
+    def _release(self) -> None:
+        scheduler = self._scheduler
+        forward = scheduler.forward
+        if num := len(scheduler.running) + len(scheduler.waiting):
+            raise EngineError(
+                f"the engine has {num} sequences, and its memory is released only when there are none: stop them first"
+            )
+        scheduler.ref = None
+        forward.cache.release()
+        if forward.lean is not None:
+            forward.lean.use(None)
+        self._weights.release()
+        if self._adapters is not None:
+            self._adapters.release()
+        if forward.device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            return_freed_memory()
 
     def _ended(self) -> EngineError:
         if self._death is None:

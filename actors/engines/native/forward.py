@@ -80,13 +80,32 @@ class SlotCache:
         self.layers = tuple(layers)
         self.slots = slots
         self.max_tokens = max_tokens
+        self._dtype, self._device = dtype, device
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.allocate()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def allocate(self) -> None:
+        """Take memory, unless it is there."""
+        if self.keys:
+            return
 
         def rows(kv_heads: int, dim: int) -> Tensor:
-            return _zeros((slots, kv_heads, max_tokens, dim), dtype, device)
+            shape = (self.slots, kv_heads, self.max_tokens, dim)
+            return _zeros(shape, self._dtype, self._device)
 
-        self.keys = [rows(shape.kv_heads, shape.key_dim) for shape in layers]
-        self.values = [rows(shape.kv_heads, shape.value_dim) for shape in layers]
-        self.nbytes = sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        # Outside inference mode: the cache is written for as long as it lives.
+        with torch.inference_mode(False):
+            self.keys = [rows(shape.kv_heads, shape.key_dim) for shape in self.layers]
+            self.values = [rows(shape.kv_heads, shape.value_dim) for shape in self.layers]
+
+    def release(self) -> None:
+        """Give the memory back, until `allocate`."""
+        self.keys, self.values = [], []
 
     def put_tokens(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
         """Store one token per row. index [n * kv_heads] from `token_index`; key and value [n, kv_heads, dim]."""
@@ -298,10 +317,8 @@ class Forward:
                 f"the native engine cannot run {type(self._model).__name__}: of {config.num_hidden_layers} layers "
                 f"only {len(view.shapes)} use the attention interface (recurrent and linear-attention layers do not)"
             )
-        # Outside inference mode: the cache is written for as long as the engine lives.
-        with torch.inference_mode(False):
-            dtype = self._model.get_input_embeddings().weight.dtype
-            return SlotCache(view.shapes, slots, max_tokens, dtype=dtype, device=self.device)
+        dtype = self._model.get_input_embeddings().weight.dtype
+        return SlotCache(view.shapes, slots, max_tokens, dtype=dtype, device=self.device)
 
     def run(
         self, ids: Tensor, positions: Tensor, longest: int, prompts: Sequence[Prompt],

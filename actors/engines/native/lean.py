@@ -158,8 +158,8 @@ class LeanPass:
             down=products("mlp.down_proj"),
         )
 
-    def use(self, ready: Ready) -> None:
-        """Take other weights."""
+    def use(self, ready: Ready | None) -> None:
+        """Take other weights; None drops those there are."""
         self._ready = ready
 
     def __call__(self, ids: Tensor, positions: Tensor, view: Attends, wanted: Tensor | None) -> Tensor:

@@ -70,16 +70,16 @@ def round_to_int8_(weight: Tensor) -> None:
     weight.copy_(torch.where(scale > 0, (wide / scale).round_() * scale, wide))
 
 
-def _like(tensors: Mapping[str, Tensor]) -> Staged:
+def _like(tensors: Mapping[str, Tensor], device: torch.device) -> Staged:
     """New tensors, which share blocks of memory as these do."""
     blocks: dict[tuple[int, torch.dtype], Tensor] = {}
     made = {}
     for name, tensor in tensors.items():
         block = tensor.untyped_storage()
-        key = block.data_ptr(), tensor.dtype
+        key = block._cdata, tensor.dtype  # on the meta device all addresses are 0
         if key not in blocks:
             size = block.nbytes() // tensor.element_size()
-            blocks[key] = tensor.new_empty(size)
+            blocks[key] = torch.empty(size, dtype=tensor.dtype, device=device)
         made[name] = blocks[key].as_strided(
             tensor.shape,
             tensor.stride(),
@@ -99,16 +99,18 @@ class WeightSets:
         self._rounded = tuple(rounded)
         self.live: Mapping[str, Tensor] = MappingProxyType(checkpoint_tensors(model))
         """The tensors that serve now, by checkpoint name."""
+        self._device = next(iter(self.live.values())).device
+        self._form = _like(self.live, torch.device("meta"))
         self._spare: Staged | None = None
-        self._upload = Upload(next(iter(self.live.values())).device)
+        self._upload = Upload(self._device)
 
     def stage(self, tensors: Mapping[str, Any]) -> Staged:
         """Copy a document that fits the model (else WeightsError) into spare tensors, casting floats."""
-        check_document(tensors, self.live)
+        check_document(tensors, self._form)
         # Moved out: if this call is abandoned halfway, the next one allocates tensors of its own.
         staged, self._spare = self._spare, None
         if staged is None:
-            staged = _like(self.live)
+            staged = _like(self._form, self._device)
         for name, target in staged.items():
             self._upload.copy(tensors[name], target)
         self._upload.finish()
@@ -122,7 +124,14 @@ class WeightSets:
         for name, live in self.live.items():
             old[name] = live.data
             live.data = staged[name]
-        self._spare = old if keep_spare else None
+        # After a release there is nothing to fill again.
+        self._spare = old if keep_spare and all(one.numel() for one in old.values()) else None
+
+    def release(self) -> None:
+        """Drop both sets; only where nothing is computing."""
+        self._spare = None
+        for live in self.live.values():
+            live.data = torch.empty(0, dtype=live.dtype, device=self._device)
 
 
 KEPT_VERSIONS = 8
@@ -179,6 +188,11 @@ class AdapterSets:
 
     def has(self, ref: VersionRef | None) -> bool:
         return ref in self._sets
+
+    def release(self) -> None:
+        """Drop all adapters."""
+        self._sets.clear()
+        self._active = []
 
     @property
     def live(self) -> dict[str, Tensor]:

@@ -137,3 +137,22 @@ async def test_another_base_of_a_new_learner_is_fetched_and_loaded():
     assert report.probe.failed == "" and other.fetched == [BASE_REF, V2]
     await plain.close()
     await engine.close()
+
+
+async def test_an_engine_that_wakes_gets_base_and_adapter_and_a_damaged_base_is_fetched_anew():
+    plain, engine, model = adapted_engine()
+    hub = Hub(model)
+    installer = Installer(engine, hub.fetch)
+    assert (await hub.announces(installer, V1)).ok
+    sound = bytes(hub.base.body)
+    for ref, is_damaged in ((V1, False), (V2, True)):
+        await installer.release()
+        hub.base.body[1000] ^= 0x40 * is_damaged  # the actor's copy and the transport's are one here
+        report = await hub.announces(installer, ref)
+        assert report.ok is not is_damaged and (engine.installed == ref) is not is_damaged
+    assert "has digest" in report.error
+    hub.base.body[:] = sound
+    report = await hub.announces(installer, V2)
+    assert report.ok and report.probe.failed == "" and hub.fetched == [BASE_REF, V1, V2, BASE_REF, V2]
+    await plain.close()
+    await engine.close()
