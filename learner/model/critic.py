@@ -100,7 +100,7 @@ class Critic:
         self._clip, self._num_steps, self._max_grad_norm = clip, num_steps, max_grad_norm
         self._by_minibatch, self._loss_factor, self._by_trajectory = by_minibatch, loss_factor, by_trajectory
         self._seen: dict[tuple[int, ...], Inspected | None] = {}
-        self._num_clipped = 0.0
+        self._num_clipped = torch.zeros(())
 
     @torch.no_grad()
     def look(self, batch: MicroBatch, seen: Inspected | None) -> dict[str, Tensor | None]:
@@ -127,7 +127,7 @@ class Critic:
         counted = [(batches, size)]
         if self._by_minibatch:
             counted = [(part, self._before(part, targets_of)[1]) for part in parts]
-        first_loss, self._num_clipped = 0.0, 0.0
+        first_loss, self._num_clipped = 0.0, torch.zeros((), device=self._ranks.device)
         for turn in range(self._num_steps):
             for part, part_size in counted:
                 total = sum(self._backward(batch, targets_of, part_size, start) for batch in part)
@@ -138,7 +138,7 @@ class Critic:
                     ranks=self._ranks,
                 )
         self._seen.clear()
-        clipped = self._ranks.all_reduce([self._num_clipped])[0] / (count * self._num_steps)
+        clipped = self._ranks.all_reduce([float(self._num_clipped)])[0] / (count * self._num_steps)
         return CriticResult(first_loss, *explained, clipped, result.grad_norm, result.lr)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -191,7 +191,8 @@ class Critic:
 
     def _backward(
         self, batch: MicroBatch, targets_of: Callable[[MicroBatch], Targets], size: float, start: float
-    ) -> float:
+    ) -> Tensor:
+        """Add the gradients of one micro-batch up; its loss, which is not read yet."""
         out = self._outputs(batch)
         if not batch.trajectory_ids:
             loss = out.sum() * 0.0  # connected to every parameter: the backward collectives must run
@@ -205,10 +206,10 @@ class Critic:
                 losses = losses / goal.trained.sum(1, keepdim=True).clamp(min=1)
             loss = losses.sum() / size
             if self._clip is not None:
-                self._num_clipped += float(((values - old).abs() > self._clip)[goal.trained].sum())
+                self._num_clipped += (((values - old).abs() > self._clip) & goal.trained).sum()
         # In units of the normalized targets: rate, epsilon and gradient clip then mean the same for all rewards.
         (loss * (self._ranks.mesh.dp_size / self._normal[1] ** 2)).backward()
-        return float(loss.detach())
+        return loss.detach().double()
 
     def _outputs(self, batch: MicroBatch) -> Tensor:
         """[M + E, 1 or 1 + V] in float32, in units of the rewards."""

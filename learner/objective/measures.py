@@ -1,7 +1,7 @@
 """Per-step training statistics, measured beside the loss of each micro-batch.
 
 Only sums, counts, extremes and histograms leave a micro-batch, so that every split into micro-batches and ranks gives
-the same result. All scalars of one micro-batch go to the host in a single copy.
+the same result. What the host needs of one micro-batch goes there in a single copy (`learner.data.transfer`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from learner.data.packing import versions_of
 from learner.data.trajectories import Trajectory
+from learner.data.transfer import Reading
 from learner.objective.loss import LossTerms
 from learner.objective.token_batch import TokenBatch
 from streamrl.algorithms import lag_summary, trace_length
@@ -27,11 +28,19 @@ RATIO_CAP = 2.0
 """Cap of `ess/sequence_clipped` and `ess/token_clipped`; of `ratio/share_truncated` where the surrogate has none."""
 
 
-@torch.no_grad()
-def measure(meter: Meter, tokens: TokenBatch, terms: LossTerms, *, version: int, cap: float = RATIO_CAP) -> None:
+def measure(meter: Meter, tokens: TokenBatch, terms: LossTerms, *, version: int, cap: float = RATIO_CAP) -> Reading:
     """Add one micro-batch to `meter`."""
-    sums = _sums(tokens, terms, cap)
-    values = iter(torch.stack([x.double() for parts in sums.values() for x in parts]).tolist())
+    sums, removed = _sums(tokens, terms, cap), terms.masks.removed
+    # Histograms are counted on the host: on a GPU each count and selection would wait for the device.
+    scalars, fresh, versions, lags, log_ratios, *sizes = yield (
+        torch.stack([x.double() for parts in sums.values() for x in parts]),
+        tokens.mask & ~removed["lag"] if "lag" in removed else tokens.mask,
+        tokens.micro.versions,
+        tokens.lags,
+        tokens.log_ratios,
+        *(() if tokens.micro.sets is None else (tokens.micro.sets.sizes,)),
+    )
+    values = iter(scalars.tolist())
     for key, parts in sums.items():
         match [next(values) for _ in parts]:
             case [largest]:
@@ -40,16 +49,11 @@ def measure(meter: Meter, tokens: TokenBatch, terms: LossTerms, *, version: int,
                 meter.add(key, total / max(count, 1.0), count)
             case moments:
                 meter.add_moments(key, *moments)
-    removed = terms.masks.removed
-    fresh = tokens.mask & ~removed["lag"] if "lag" in removed else tokens.mask
-    # Histograms are counted on the host: on a GPU each count and selection would wait for the device.
-    fresh, versions = fresh.cpu(), tokens.micro.versions.cpu()
     add_lags(meter, versions, fresh, version)
-    _add_drift_by_lag(meter, tokens.lags.cpu()[fresh], tokens.log_ratios.cpu()[fresh])
-    if tokens.micro.sets is not None:
-        sizes = tokens.micro.sets.sizes
-        meter.add("rollout/set_size", float(sizes.double().mean()), len(sizes))
-        meter.add("rollout/set_size_max", int(sizes.max()))
+    _add_drift_by_lag(meter, lags[fresh], log_ratios[fresh])
+    for of_sets in sizes:
+        meter.add("rollout/set_size", float(of_sets.double().mean()), len(of_sets))
+        meter.add("rollout/set_size_max", int(of_sets.max()))
 
 
 def _sums(tokens: TokenBatch, terms: LossTerms, cap: float) -> dict[str, tuple[Tensor, ...]]:
@@ -123,26 +127,29 @@ def add_lags(meter: Meter, versions: Tensor, fresh: Tensor, version: int) -> Non
     meter.add_all(means, weight=len(heads))
 
 
-def measure_split(meter: Meter, tokens: TokenBatch, mismatches: Mapping[int, Tensor]) -> None:
+def measure_split(meter: Meter, tokens: TokenBatch, mismatches: Mapping[int, Tensor]) -> Reading:
     """The log-ratio of audited tokens in two: what the engine added, and how far the policy has moved since.
 
     `log pi - log mu = (log pi - log pi_v) + (log pi_v - log mu)`, v the version that sampled; after arXiv:2605.12070.
     """
-    places = tokens.micro.trajectory_ids
-    if mismatches.keys().isdisjoint(places):
-        return  # counting tokens would wait for the device
-    for place, ratios, count in zip(places, tokens.recorded_log_ratios, tokens.mask.sum(1).tolist(), strict=True):
-        if place in mismatches and count:
-            engine = mismatches[place][:count].double()
-            moved = ratios[:count].double() - engine
+    chosen = [(row, place) for row, place in enumerate(tokens.micro.trajectory_ids) if place in mismatches]
+    if not chosen:
+        return
+    log_ratios, counts, *of_engine = yield (
+        tokens.recorded_log_ratios, tokens.mask.sum(1), *(mismatches[place] for _, place in chosen)
+    )
+    for (row, _), engine in zip(chosen, of_engine, strict=True):
+        if count := int(counts[row]):
+            engine = engine[:count].double()
+            moved = log_ratios[row, :count].double() - engine
             meter.add("drift/audited_engine", float(engine.square().mean()), count)
             meter.add("drift/audited_policy", float(moved.square().mean()), count)
 
 
-def measure_traces(meter: Meter, tokens: TokenBatch, *, lam: float, c_bar: float) -> None:
+def measure_traces(meter: Meter, tokens: TokenBatch, *, lam: float, c_bar: float) -> Reading:
     """Effective trace length of V-trace: how many later tokens still reach a token's advantage."""
-    lengths = trace_length(tokens.log_ratios.cpu(), tokens.mask.cpu(), lam=lam, c_bar=c_bar)
-    counts = tokens.mask.sum(1).cpu()
+    log_ratios, mask = yield tokens.log_ratios, tokens.mask
+    lengths, counts = trace_length(log_ratios, mask, lam=lam, c_bar=c_bar), mask.sum(1)
     lengths, counts = lengths[counts > 0].double(), counts[counts > 0]
     if lengths.numel():
         means = {"trace/length": lengths.mean(), "trace/fraction": (2.0 * lengths / (counts + 1)).mean()}

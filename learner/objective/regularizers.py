@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from learner.data.transfer import Reading
 from learner.objective import options
 from learner.objective.options import brings_no_ratio, constraint_limits, needs_reference
 from learner.objective.token_batch import POLICY, REFERENCE, TEACHER, TokenBatch
@@ -159,27 +160,26 @@ class Regularizers:
             losses = losses + multipliers["entropy"] * (self._limits["entropy"] - entropy) * mask
         return losses
 
-    @torch.no_grad()
-    def measure(self, meter: Meter, tokens: TokenBatch, keep: Tensor) -> None:
+    def measure(self, meter: Meter, tokens: TokenBatch, keep: Tensor) -> Reading:
         """Add kl/* against the reference and distill/* against the teacher, over the tokens of `keep`, [S, A]."""
         # Those that are trained on: one that a mask removed may weigh more than all others.
-        for key, other in (("kl/value", tokens.outputs.reference), ("distill/kl", tokens.outputs.teacher)):
-            if other is not None:
-                _measure_kl(meter, key, tokens, other, keep)
+        compared = {"kl/value": tokens.outputs.reference, "distill/kl": tokens.outputs.teacher}
+        given = {key: other for key, other in compared.items() if other is not None}
+        found = yield [_kl_sums(tokens, other, keep) for other in given.values()]
+        for key, sums in zip(given, found, strict=True):
+            total, mass, num_far, count = sums.tolist()
+            if mass > 0:  # False for NaN, which other metrics report
+                meter.add(key, total / mass, mass)
+            meter.add(f"{key.partition('/')[0]}/clamped_fraction", num_far / max(count, 1.0), count)
 
 
-def _measure_kl(meter: Meter, key: str, tokens: TokenBatch, reference: Tensor, keep: Tensor) -> None:
-    """Add the mean of k3 with the weights pi/mu, and the share of clamped tokens."""
+def _kl_sums(tokens: TokenBatch, reference: Tensor, keep: Tensor) -> Tensor:
+    """Sums of k3 with the weights pi/mu and of the weights, numbers of clamped tokens and of all; float64."""
     policy = tokens.policy.detach()
     k3 = kl_estimate(policy, reference, keep, kind="k3")
     weight = torch.where(keep, tokens.log_ratios.double().exp(), 0.0)
     far = keep & ((policy - reference).abs() >= LOG_BOUND) | (k3 >= K3_BOUND)
-    total, mass, num_far, count = torch.stack(
-        [(weight * k3).sum(), weight.sum(), far.sum().double(), keep.sum().double()]
-    ).tolist()
-    if mass > 0:  # False for NaN, which other metrics report
-        meter.add(key, total / mass, mass)
-    meter.add(f"{key.partition('/')[0]}/clamped_fraction", num_far / max(count, 1.0), count)
+    return torch.stack([(weight * k3).sum(), weight.sum(), far.sum().double(), keep.sum().double()])
 
 
 MEASURED = {"kl": "kl/value", "entropy": "entropy/mean"}

@@ -95,16 +95,17 @@ def token_gradient(tokens: TokenBatch, plan: BatchPlan) -> tuple[Tensor, Tensor,
 def _sums(tokens: TokenBatch, plans: Sequence[BatchPlan]) -> Tensor:
     """Tokens, kept ones, clipped ones, squares, and products with the first plan's: float64 [plans, ages, 5]."""
     mask, device = tokens.mask, tokens.mask.device
-    ages = torch.bucketize(tokens.lags[mask], torch.tensor(AGES, device=device), right=True) - 1
+    # Over padding, too, where all is 0: to select tokens would wait for the device.
+    ages = torch.bucketize(tokens.lags.flatten(), torch.tensor(AGES, device=device), right=True) - 1
     sums = torch.zeros(len(plans), len(AGES), 5, dtype=torch.float64, device=device)
     in_use = None
     for row, plan in zip(sums, plans, strict=True):
         gradient, kept, clipped = token_gradient(tokens, plan)
-        slope = gradient[mask].double()
+        slope = gradient.double() * mask
         in_use = slope if in_use is None else in_use
-        of_token = [torch.ones_like(slope), kept[mask].double(), clipped[mask].double(), slope.square(), slope * in_use]
-        row.index_add_(0, ages, torch.stack(of_token, dim=1))
-    return sums.cpu()
+        of_token = [mask.double(), kept.double(), (clipped & mask).double(), slope.square(), slope * in_use]
+        row.index_add_(0, ages, torch.stack([one.flatten() for one in of_token], dim=1))
+    return sums
 
 
 def _add(meter: Meter, name: str, found: Tensor, in_use: Tensor) -> None:

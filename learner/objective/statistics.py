@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from learner.data.trajectories import Trajectory
+from learner.data.transfer import Reading, read_at_once
 from learner.model.critic import CriticResult
 from learner.model.gradients import BatchResult
 from learner.objective.loss import LossTerms
@@ -120,15 +121,18 @@ class StepStatistics:
     def _measure(self, tokens: TokenBatch, terms: LossTerms) -> None:
         objective, micro = self._plan.objective, tokens.micro
         advantage, estimator = objective.advantage, objective.estimator
-        self.agreements.measure(tokens)
         whole = micro.num_tokens + micro.num_shared
         self._meter.add("policy/num_microbatches", 1.0)
         self._meter.add("policy/shared_fraction", micro.num_shared / whole, whole)
-        objective.regularizers.measure(self._meter, tokens, terms.masks.keep)
-        measure(self._meter, tokens, terms, version=self.version, cap=objective.loss.cap or RATIO_CAP)
-        measure_split(self._meter, tokens, self.agreements.mismatches)
+        readings = [
+            self.agreements.measure(tokens),
+            objective.regularizers.measure(self._meter, tokens, terms.masks.keep),
+            measure(self._meter, tokens, terms, version=self.version, cap=objective.loss.cap or RATIO_CAP),
+            measure_split(self._meter, tokens, self.agreements.mismatches),
+        ]
         if {"lam", "c_bar"} <= estimator.knobs and not estimator.of_segments:  # a trace from token to token
-            measure_traces(self._meter, tokens, lam=advantage.lam, c_bar=advantage.c_bar)
+            readings.append(measure_traces(self._meter, tokens, lam=advantage.lam, c_bar=advantage.c_bar))
+        read_at_once(*readings)
 
     # --- single trajectories ------------------------------------------------------------------------------------
 
@@ -173,16 +177,15 @@ class Agreements:
         self._sums: dict[tuple[int, str, int], _Sums] = {}
         self.mismatches: dict[int, Tensor] = {}  # place of an audited row -> log pi_v - log mu of its tokens, [A]
 
-    def measure(self, tokens: TokenBatch) -> None:
+    def measure(self, tokens: TokenBatch) -> Reading:
         """A pass over some of them; each counts once, as it is first trained on."""
         places = tokens.micro.trajectory_ids
         differences = tokens.recorded_log_ratios.abs().double().sum(1)
-        sums = differences, tokens.mask.sum(1), (tokens.lags * tokens.mask).amax(1)
-        on_host = torch.stack([one.double() for one in sums]).tolist()  # one transfer
-        for place, difference, num_tokens, lag in zip(places, *on_host, strict=True):
+        sums = yield differences, tokens.mask.sum(1), (tokens.lags * tokens.mask).amax(1)
+        for place, difference, num_tokens, lag in zip(places, *(one.tolist() for one in sums), strict=True):
             if place not in self._measured:
                 self._measured.add(place)
-                self.add(self._rows[place], int(lag), int(num_tokens), difference)
+                self.add(self._rows[place], lag, num_tokens, difference)
 
     def add(
         self, row: Trajectory, lag: int, num_tokens: int, difference: float, num_drawn: int = 0, num_other: int = 0

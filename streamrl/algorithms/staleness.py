@@ -58,9 +58,9 @@ def lag_summary(versions: Tensor, version: int, mask: Tensor) -> LagSummary:
 def lag_keep(lags: Tensor, mask: Tensor, *, max_lag: int | Tensor) -> Tensor:
     """Action tokens with `0 <= lag <= max_lag`; bool [B, T]. Masks the too-old prefix instead of dropping the row.
 
-    `max_lag` may be int64 [B, 1]: a bound for each trajectory.
+    `max_lag` may be int64 [B, 1]: a bound for each trajectory, which is not read.
     """
-    require(bool(torch.as_tensor(max_lag >= 0).all()), f"max_lag={max_lag} must not be negative")
+    require(isinstance(max_lag, Tensor) or max_lag >= 0, f"max_lag={max_lag} must not be negative")
     check_tokens(mask, lags=lags)
     return mask & (lags >= 0) & (lags <= max_lag)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench.pieces import lagrangian_loss
+from learner.data.transfer import read_at_once
 from learner.objective.regularizers import Regularizers
 from learner.objective.token_batch import PassOutputs
 from streamrl.algorithms import kl_loss, log_ratios
@@ -151,7 +152,7 @@ def test_the_kl_of_a_row_is_the_log_ratio_of_its_whole_trajectory():
 
 def measured(policy, reference, behavior=None) -> dict:
     behavior, mask, meter = policy if behavior is None else behavior, torch.ones_like(policy, dtype=torch.bool), Meter()
-    regularizers().measure(meter, tokens_of(behavior, policy, None, reference, mask), mask)
+    read_at_once(regularizers().measure(meter, tokens_of(behavior, policy, None, reference, mask), mask))
     return meter.flush(0)
 
 
