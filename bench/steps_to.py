@@ -3,7 +3,7 @@
 Counted is the first evaluation (200 held-out prompts, greedy) at or above --score; both leads start from the same
 warm-started model of their seed. Wall time is not looked at: bench.peers compares that.
 
-Run: python -m bench.steps_to [--score 0.95] [--repeats 5] [--every 5] [--quick]
+Run: python -m bench.steps_to [--score 0.95] [--repeats 5] [--every 5] [--quick] [--late WORD ...]
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--score", type=float, default=0.95)
     parser.add_argument("--every", type=int, default=5, help="steps between evaluations: the resolution")
     parser.add_argument("--steps", type=int, default=120, help="give up after so many")
+    parser.add_argument("--late", nargs="+", default=[], metavar="WORD", help="settings of the runs at lead 2 alone")
     arguments = parser.parse_args()
     repeats, steps = (1, 2 * arguments.every) if arguments.quick else (arguments.repeats, arguments.steps)
     found: dict[int, list[int]] = {eta: [] for eta in LEADS}
@@ -40,7 +41,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(arguments.seed + 1, arguments.seed + 1 + repeats):
             for eta in LEADS:
-                num, lag = steps_to(arguments.score, eta, seed, steps, arguments.every, Path(folder))
+                num, lag = steps_to(arguments.score, eta, seed, steps, arguments.every, Path(folder),
+                                    arguments.late if eta else [])
                 found[eta].append(num)
                 lags[eta].append(lag)
                 print(f"seed {seed} eta {eta}: {num} steps, mean lag {lag:.2f}", file=sys.stderr, flush=True)
@@ -49,6 +51,7 @@ def main() -> int:
         record(
             f"steps_to.quickstart.eta{eta}", statistics.fmean(found[eta]), "steps", "lower", found[eta],
             {"score": arguments.score, "every": arguments.every, "most": steps, "mean_lag": lags[eta],
+             "late": arguments.late if eta else [],
              "value": "mean over the seeds; a run that did not get there counts as `most`"},
             goal={"id": "R-steps", "op": "<=", "value": MOST_MORE * base} if eta else None, seed=arguments.seed,
         )
@@ -57,10 +60,12 @@ def main() -> int:
     return exit_status(lines, arguments.check)
 
 
-def steps_to(score: float, eta: int, seed: int, steps: int, every: int, folder: Path) -> tuple[int, float]:
+def steps_to(
+    score: float, eta: int, seed: int, steps: int, every: int, folder: Path, more: Sequence[str] = ()
+) -> tuple[int, float]:
     """Version of the first evaluation with this score, and the mean lag of all trained tokens."""
     words = [f"run.seed={seed}", f"staleness.eta={eta}", f"policy.tiny.cache_dir={folder / 'models'}",
-             *(["staleness.num_lookahead_groups=0"] if eta == 0 else [])]
+             *(["staleness.num_lookahead_groups=0"] if eta == 0 else []), *more]
     reached, done = run_until(score, words, folder / f"{eta}-{seed}", steps, every)
     return steps if reached is None else reached, done.summary.lag_mean if done.summary else 0.0
 

@@ -295,6 +295,11 @@ class StalenessControl:
     def published(self, version: int) -> None:
         self._published = version
 
+    def starves(self, version: int) -> bool:
+        """Tell whether the batch that trains at `version` cannot come from actors with the version published last."""
+        lead = 0 if self._rule.force is not None else self.eta
+        return self._published is not None and version - self._published > self._steps * lead
+
     def add_metrics(self, meter: Meter) -> None:
         """Add the bounds that hold from now on, and the measurements that led to them."""
         meter.add_all({

@@ -101,6 +101,7 @@ class Run(Callbacks):
 
     def train_next_batch(self) -> TrainedBatch | None:
         """Train on the next batch of the source; None when the run is to stop. A collective call."""
+        self.versions.supply(self.version)
         self._batch = self.source.next_batch(self.version)
         if self._batch is None:
             return None

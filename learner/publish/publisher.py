@@ -99,6 +99,7 @@ class Publisher:
         self._fence, self._fold = fence or (lambda: None), fold
         self._slot_wait_s, self._for_good = slot_wait_s, for_good
         self._last_tried: VersionRef | None = None
+        self._tried_before: VersionRef | None = None
         self._last_staged: VersionRef | None = None
         self.layout: Layout = make_layout((
             (name, str(dtype).removeprefix("torch."), tensor.shape)
@@ -136,14 +137,14 @@ class Publisher:
             WeightsError: as `publish`, for the version.
         """
         assert not self.gathers, "a publish that gathers needs the parameters until its end"
-        before, copies = self._last_tried, None
+        copies = None
         self._begin(ref)
         try:
             copies = [_copied(one, dtype) for (_, one), dtype in zip(self._tensors, self._dtypes, strict=True)]
         except torch.OutOfMemoryError as error:
             log.debug("no snapshot: %s", error)
         if self._ranks.maximum(float(copies is None)) or copies is None:
-            self._last_tried = before
+            self.failed()
             return None
         ready = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
         return lambda ranks: self._stage(ref, copies, ranks, ready)
@@ -151,7 +152,11 @@ class Publisher:
     def _begin(self, ref: VersionRef) -> None:
         if self._last_tried is not None and ref <= self._last_tried:
             raise WeightsError(f"version {ref} is not higher than {self._last_tried}, the last one published")
-        self._last_tried = ref
+        self._tried_before, self._last_tried = self._last_tried, ref
+
+    def failed(self) -> None:
+        """Let the version tried last come again, since no rank has published it; to be called on all of them."""
+        self._last_tried = self._tried_before
 
     @torch.no_grad()
     def _stage(self, ref: VersionRef, tensors: Sequence[Any], ranks: Ranks, ready: Any) -> PublishedVersion | None:

@@ -3,35 +3,25 @@
     stage     all ranks: write the version while training waits, or copy it and write it in the background
     poll      rank 0, at any time: announce what has been written meanwhile
     settle    all ranks: wait until the last version is written; a version is settled before the next is staged
-
-A version may bring a probe: fixed tokens, and how likely the weights that are published make them. The tokens are
-ordinary text where the tokenizer knows it, because log-probs of text are what actors must get right; a tokenizer that
-knows little of it (a toy's) gets tokens from all over its vocabulary instead.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import torch
-from tokenizers import Tokenizer
-from torch import Tensor
 
-from learner.data.layout import make_layout
 from learner.hub_client.link import HubLink
-from learner.model.policy import Policy
+from learner.publish.probe import Prober
 from learner.publish.publisher import PublishedVersion, Publisher
 from learner.ranks.background import Background
 from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from streamrl.errors import WeightsError
 from streamrl.messages import Base, Probe, VersionRef
-from streamrl.messages.codec import pack_ids, pack_logprobs
 
 log = logging.getLogger("streamrl.learner")
 
@@ -97,6 +87,11 @@ class Publishing:
         if self._running and self._background is not None and self._background.succeeded:
             self._take()
 
+    @property
+    def has_staged(self) -> bool:
+        """A version waits for `settle`."""
+        return self._last is not None
+
     def settle(self) -> VersionRef | None:
         """Wait for the version staged last; it, if actors can have it, on every rank. A collective call."""
         if self._last is None:
@@ -104,7 +99,10 @@ class Publishing:
         if self._running:
             self._take()
         ref, self._last = self._last, None
-        return ref if self._ranks.maximum(float(self._succeeded)) > 0.0 else None
+        if self._ranks.maximum(float(self._succeeded)) > 0.0:
+            return ref
+        self._publisher.failed()
+        return None
 
     def close(self) -> None:
         if self._background is not None:
@@ -143,6 +141,12 @@ class PublishRule(Protocol):
 
     def published(self, version: int) -> None: ...
 
+    def starves(self, version: int) -> bool: ...
+
+
+MOST_TRIES = 20
+"""Publications of a version without which training would wait forever; one that finds no room takes 15 s."""
+
 
 class Versions:
     """One learner rank's part in the publication of versions; every call is collective, but for `poll`.
@@ -158,6 +162,7 @@ class Versions:
     ) -> None:
         self.publishing, self._rule, self._clock, self._prober = publishing, rule, clock, prober
         self._learner_epoch, self._wire_precision, self._staged = learner_epoch, wire_precision, staged
+        self._failed = False  # the version staged last
 
     def publish_if_due(self, version: int, *, asked_for: bool) -> None:
         """Publish, unless actors have this version or do as well with the one they have.
@@ -185,69 +190,29 @@ class Versions:
             if not self.publishing.in_background:
                 self.settle()
 
+    def supply(self, version: int) -> None:
+        """Publish a version again whose publication failed, before a batch is waited for that needs it.
+
+        Raises WeightsError: it failed `MOST_TRIES` times; the same on all ranks.
+        """
+        for _ in range(MOST_TRIES):
+            if not self._rule.starves(version):
+                return
+            with self._clock.timed("publish"):
+                self.settle()
+            if not self._failed:
+                return
+            log.warning("actors can generate nothing more without version %s: it is published again", version)
+            self.publish(version)
+        raise WeightsError(
+            f"version {version} could not be published in {MOST_TRIES} tries, and no batch can come without it: the "
+            "log says why; then resume the run"
+        )
+
     def settle(self) -> None:
         """Wait until the last version is written and announced."""
+        staged = self.publishing.has_staged
         if (ref := self.publishing.settle()) is not None:
             self._rule.published(ref.version)
-
-
-# --- the probe -------------------------------------------------------------------------------------------------------
-
-TEXT = (
-    "A train leaves the station at 9:40 with 126 passengers. At the first stop 18 people get off and 25 get on; at the "
-    "second stop half of them leave. How many passengers are on the train now? Let us think step by step."
-)
-NUM_TOKENS = 64
-_FEWEST_DISTINCT = 12
-_STRIDE = 0x9E3779B97F4A7C15
-
-
-def probe_tokens(model_dir: Path, vocab_size: int, most: int) -> list[int]:
-    """At most `most` token ids, at least 4; the same for the same model."""
-    length = max(4, min(most, NUM_TOKENS))
-    file = model_dir / "tokenizer.json"
-    ids = Tokenizer.from_file(str(file)).encode(TEXT, add_special_tokens=False).ids[:length] if file.exists() else []
-    if len(set(ids)) >= min(_FEWEST_DISTINCT, length) and max(ids) < vocab_size:
-        return ids
-    return [((place + 1) * _STRIDE >> 20) % vocab_size for place in range(length)]
-
-
-class Prober:
-    """Scores the fixed tokens with the policy, when a version is due.
-
-    Args:
-        token_ids: the first quarter is the prompt, the others are scored.
-        every: versions between two probes, whether or not those in between are published; 0 never.
-        tolerance: travels with the probe.
-    """
-
-    def __init__(
-        self, policy: Policy, token_ids: Sequence[int], *, every: int, tolerance: float, device: torch.device | str
-    ) -> None:
-        self._policy, self._ids, self._every, self._tolerance = policy, list(token_ids), every, tolerance
-        self._device = torch.device(device)
-        self._start = max(1, len(self._ids) // 4)
-        self._last: int | None = None
-
-    def due(self, version: int) -> bool:
-        return bool(self._every) and (self._last is None or version - self._last >= self._every)
-
-    def probe_if_due(self, version: int) -> Probe | None:
-        """A collective call on every rank, or on none: it depends on the version and on what was due before alone."""
-        if not self.due(version):
-            return None
-        self._last = version
-        logprobs = self._score().cpu().tolist()
-        return Probe(pack_ids(self._ids), self._start, 1.0, pack_logprobs(logprobs), self._tolerance)
-
-    @torch.no_grad()
-    def _score(self) -> Tensor:
-        ids = torch.tensor(self._ids, device=self._device)
-        positions = torch.arange(len(self._ids) - 1, device=self._device)
-        targets = ids[self._start :]
-        logprobs, _ = self._policy(
-            ids[:-1], positions, make_layout([len(positions)]).to(self._device),
-            positions[self._start - 1 :],  # the hidden state before a token predicts it
-            targets, torch.ones(len(targets), device=self._device),
-        )
-        return logprobs
+        if staged:
+            self._failed = ref is None

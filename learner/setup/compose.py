@@ -25,7 +25,8 @@ from learner.loop.finish import finish, record_failure
 from learner.loop.run import Run
 from learner.loop.steering import Steering
 from learner.loop.train import train
-from learner.publish.publishing import Prober, Versions, probe_tokens
+from learner.publish.probe import Prober, probe_tokens
+from learner.publish.publishing import Versions
 from learner.ranks.mesh import Ranks
 from learner.ranks.stop_flag import StopFlag
 from learner.record.memory import memory_profiled

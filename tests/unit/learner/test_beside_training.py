@@ -1,6 +1,7 @@
 """Work of a learner in the background: versions and checkpoints are written from a copy, then announced."""
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,13 @@ from learner.checkpoint.checkpoint import find_checkpoint
 from learner.checkpoint.saving import Saving
 from learner.checkpoint.shards import training_tensors
 from learner.publish.publisher import Publisher
-from learner.publish.publishing import Publishing
+from learner.publish.publishing import MOST_TRIES, Publishing, Versions
+from learner.ranks.activity import Activity
 from learner.ranks.background import Background
+from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.setup.publishing import background_of
+from learner.setup.trainer import make_staleness
 from streamrl.errors import CheckpointError, WeightsError
 from streamrl.messages import VersionRef
 from streamrl.weights.document import Document
@@ -139,6 +143,52 @@ def test_a_version_that_fails_beside_training_is_skipped_and_the_next_one_comes(
     assert one.num_failed == 1 and "version 1 is skipped" in caplog.text
     assert [manifest.ref.version for manifest, _ in link.published] == [0, 2]
     one.close()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(("words", "tries", "announced"), [
+    ("staleness.eta=0", [0, 1, 1, 1, 2], [0, 1, 2]), ("staleness.force=1", [0, 1, 1, 1, 2], [0, 1, 2]),
+    ("staleness.eta=1", [0, 1, 2, 2], [0, 2]),
+])
+def test_a_version_that_no_batch_can_come_without_is_published_again(words, tries, announced, beside, shm, caplog):
+    broken, tried = [False, True, True, False, False], []
+
+    def fence() -> None:
+        if broken.pop(0):
+            raise WeightsError("no room")
+
+    link = FakeLink()
+    background = Background(ALONE, "publish") if beside else None
+    one = publishing(torch.nn.Parameter(torch.zeros(3)), shm, link, background=background, fence=fence)
+    versions = Versions(one, make_staleness(config_of(words), {}), StepClock(Activity()), None, learner_epoch=1,
+                        wire_precision=nullcontext, staged=tried.append)
+    versions.publish(0)
+    for version in (1, 2):
+        versions.supply(version - 1)
+        versions.publish_if_due(version, asked_for=False)
+    versions.supply(2)
+    versions.settle()
+
+    assert tried == tries and [manifest.ref.version for manifest, _ in link.published] == announced
+    assert one.num_failed == 2 and "published again" in caplog.text
+    one.close()
+
+
+def test_a_version_that_can_never_be_published_ends_the_run_with_the_cause(shm):
+    def fence() -> None:
+        if link.published:
+            raise WeightsError("no room")
+
+    link = FakeLink()
+    one = publishing(torch.nn.Parameter(torch.zeros(3)), shm, link, background=None, fence=fence)
+    rule = SimpleNamespace(publish_due=lambda *_, **__: True, published=print, starves=bool)
+    versions = Versions(one, rule, StepClock(Activity()), None, learner_epoch=1, wire_precision=nullcontext,
+                        staged=lambda version: None)
+    versions.publish(0)
+    versions.publish_if_due(1, asked_for=False)
+    with pytest.raises(WeightsError, match="no batch can come without it"):
+        versions.supply(1)
+    assert one.num_failed == 1 + MOST_TRIES
 
 
 def test_without_memory_for_a_copy_versions_are_written_while_training_waits(shm, caplog, monkeypatch):

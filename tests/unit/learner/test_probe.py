@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from learner.model.policy import load_policy
-from learner.publish.publishing import NUM_TOKENS, TEXT, Prober, probe_tokens
+from learner.publish.probe import NUM_TOKENS, TEXT, Prober, probe_tokens
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
 from tests.kit.learning import VOCAB
 

@@ -11,7 +11,7 @@ import zmq
 from actors.runtime import build_runtime, weight_source
 from actors.worker import Worker
 from learner.model.policy import load_policy
-from learner.publish.publishing import Prober, probe_tokens
+from learner.publish.probe import Prober, probe_tokens
 from streamrl.config.load import from_plain
 from streamrl.transport.client import HubClient
 from streamrl.transport.session import ActorSession, LinkClosed
