@@ -15,6 +15,8 @@
                one on the host, against one copy of the weights
     fsdp2      an optimizer step of one sharded rank on mixed lengths, against the matrix product; and a publish to
                shared memory, against one copy to the host
+    vllm       the steps of bench/gpu_vllm.sh prove, as many as fit; of a dry run the first two
+    one_gpu    experiment=one_gpu, launched with what is chosen for this GPU, and its line for a README
     quickstart the quickstart launched on one shared GPU, by shm and by ipc
     realsize   5 steps of a 0.6B model, launched: where the time of a step goes
     groups     the same model: 64 answers to 64 prompts beside 64 answers to 8
@@ -26,6 +28,7 @@ the CPU with small shapes and no goals, to find wrong imports and arguments; its
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import sys
@@ -45,8 +48,8 @@ if DRY_RUN:  # before the sections are imported, here and in the processes that 
     os.environ["STREAMRL_BENCH_DRY_RUN"] = tempfile.mkdtemp(prefix="gpu-dry-run-")
 DEVICE = torch.device("cpu" if DRY_RUN else "cuda")
 SECTIONS = (
-    "ceilings", "fold", "ipc", "nccl", "shapes", "attention", "shared", "head", "lagzero", "install", "fsdp2",
-    "quickstart", "realsize", "groups",
+    "vllm", "one_gpu", "ceilings", "fold", "ipc", "nccl", "shapes", "attention", "shared", "head", "lagzero", "install",
+    "fsdp2", "quickstart", "realsize", "groups",
 )
 LAST_STEP = (
     "throughput/generate_tokens_per_s", "throughput/train_tokens_per_s", "drift/mismatch", "lag/token_mean",
@@ -317,6 +320,26 @@ def fsdp2(args: argparse.Namespace, floors: Floors) -> list[dict]:
     return lines
 
 
+def vllm(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench.gpu_prove import STEPS, prove
+
+    if importlib.util.find_spec("vllm") is None:
+        print("gpu.vllm is skipped: it is not installed, see bench/gpu_vllm.sh", file=sys.stderr)
+        return []
+    return prove([*STEPS][:2] if DRY_RUN else [*STEPS], 390.0)  # less than bench/gpu.sh allows: no child is left
+
+
+def one_gpu(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    from bench.gpu_runs import make_model, one_gpu_words
+    from bench.gpu_shapes import large_folder
+
+    if given := os.environ.get("MODEL"):
+        return _launched("one_gpu", one_gpu_words(Path(given), 80, sums=True))
+    with tempfile.TemporaryDirectory(dir=large_folder()) as folder:
+        model = make_model(Path(folder) / "model", args.shapes[0])
+        return _launched("one_gpu", one_gpu_words(model, 6, sums=False))
+
+
 def quickstart(args: argparse.Namespace, floors: Floors) -> list[dict]:
     from bench.gpu_runs import quickstart_words
 
@@ -363,7 +386,7 @@ def _launched(name: str, words: list[str]) -> list[dict]:
     params = {
         "steps": found.steps, "phases_ms": found.phases_ms,
         "peak_bytes": max(row.get("system/gpu_allocated_bytes", 0) for row in found.rows),
-        "last_step": {name: last.get(name) for name in LAST_STEP},
+        "last_step": {name: last.get(name) for name in LAST_STEP}, "in_one_line": found.line,
     }
     seconds = found.seconds_per_step
     return [record(f"gpu.{name}.step", statistics.median(seconds), "s", "lower", seconds, params)]

@@ -22,24 +22,26 @@ from streamrl.metrics.run_record import read_metrics
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 240
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+TOLD = "in one line"
 PHASES = ("step", "wait", "pack", "score", "forward_backward", "optimizer", "publish")
 
 
 @dataclass(frozen=True)
 class LaunchedRun:
-    """Numbers of a run: of `metrics.jsonl` the medians of each step but the first two."""
+    """Numbers of a run: of `metrics.jsonl` the medians of each step but the first two, and its line for a README."""
 
     steps: int
     seconds_per_step: list[float]
     phases_ms: dict[str, float]
     rows: list[dict[str, object]]
+    line: str
 
 
 def quickstart_words(steps: int, transports: str) -> list[str]:
     """The quickstart on one shared GPU, in bfloat16, with probes."""
     return [
         "experiment=quickstart", f"trainer.num_steps={steps}", "eval.every_steps=0", "eval.num_samples=20",
-        "checkpoint.export_hf=false", "publish.probe_every=5", *_devices(transports),
+        "checkpoint.export_hf=false", "publish.probe_every=5", "actors.engine=native", *_devices(transports),
     ]
 
 
@@ -52,7 +54,19 @@ def real_size_words(model: Path, steps: int) -> list[str]:
         "learner.max_tokens_per_device=16384", "policy.gradient_checkpointing=true", "launch.num_actors=1",
         "eval.num_samples=8", "eval.every_steps=0", "checkpoint.every_steps=0", "checkpoint.export_hf=false",
         "rollout.test.sampling.max_new_tokens=64", "filter.zero_std=false", "actors.num_concurrent=192",
-        *_devices("shm,zmq"),
+        "actors.engine=native", *_devices("shm,zmq"),
+    ]
+
+
+def one_gpu_words(model: Path, steps: int, *, sums: bool) -> list[str]:
+    """`experiment=one_gpu` as a user types it; with random weights, which learn no sums, on the task of these runs."""
+    words = ["experiment=one_gpu", f"policy.model_path={model}", f"trainer.num_steps={steps}"]
+    if sums:
+        return words
+    return [
+        *words, "env.options={}", f"env.path={ROOT / 'bench' / 'gpu_task.py'}", "filter.zero_std=false",
+        "rollout.train.sampling.stop=[]", "rollout.train.sampling.max_new_tokens=256", "eval.num_samples=16",
+        "eval.every_steps=0", "checkpoint.export_hf=false",
     ]
 
 
@@ -78,11 +92,14 @@ def make_model(folder: Path, shape: str) -> Path:
     return path
 
 
-def launch(words: Sequence[str], folder: Path, log: Path) -> LaunchedRun | None:
-    """Do the run; None in a dry run. Raises RuntimeError with the end of its output."""
+def launch(
+    words: Sequence[str], folder: Path, log: Path, *, check_only: bool = bool(DRY)
+) -> LaunchedRun | None:
+    """Do the run; None if its settings were only checked. Raises RuntimeError with the end of its output."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-P", "-m", *(["learner", "--check"] if DRY else ["streamrl.cli", "launch"]), *words]
-    if not DRY:
+    program = ["learner", "--check"] if check_only else ["streamrl.cli", "launch"]
+    command = [sys.executable, "-P", "-m", *program, *words]
+    if not check_only:
         command.append(f"run.dir={folder}")
     with log.open("w") as output:
         done = subprocess.run(
@@ -91,12 +108,14 @@ def launch(words: Sequence[str], folder: Path, log: Path) -> LaunchedRun | None:
         )
     if done.returncode != 0:
         raise RuntimeError(f"status {done.returncode}: {log.read_text(errors='replace')[-3000:]}")
-    if DRY:
+    if check_only:
         return None
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if "time/step_s" in row]
     later = rows[2:] or rows
     phases = {name: 1000 * statistics.median(row[f"time/{name}_s"] for row in later) for name in PHASES}
-    return LaunchedRun(len(rows), [row["time/step_s"] for row in later], phases, rows)
+    told = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(TOLD)]
+    line = told[-1].removeprefix(TOLD).strip() if told else ""
+    return LaunchedRun(len(rows), [row["time/step_s"] for row in later], phases, rows, line)
 
 
 def keep_logs(folder: Path, target: Path) -> None:

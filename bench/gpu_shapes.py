@@ -34,7 +34,7 @@ SHAPES: dict[str, Callable[..., Any]] = {
     ),
     "tiny": partial(
         Qwen3Config, vocab_size=512, max_position_embeddings=8192, tie_word_embeddings=True, hidden_size=64,
-        intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
     ),
 }
 
