@@ -94,6 +94,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     "flow/test_verifiers.py": "a launched run, and evaluations of it; unit/actors/test_verifiers.py has our side",
     "flow/test_verify.py": "a launched run, its bundle edited in a dozen ways, and batches of it trained again",
     "flow/test_vllm_actors.py": "runs with real vLLM engines, which start three times",
+    "gpu/test_vllm.py": "a real vLLM engine starts; unit/engines/test_vllm_engine.py has the same on a CPU",
     "package/test_distributions.py": "builds both distributions, and installs one",
     "slurm/test_jobs.py": {
         "test_a_submitted_run_is_trained_by_both_jobs_to_its_end": "a whole run in two jobs",
