@@ -6,6 +6,8 @@
                and from the host's document, against one copy from the host
     nccl       forming a group and a broadcast call through cupy, on a world of one (two ranks on one GPU where NCCL is
                2.30.3 or later); nothing moves in a world of one, so these are costs of the calls
+    ranks      two processes on this GPU where NCCL allows it: a group formed, aborted, a member killed, formed again;
+               and the member that never comes (bench.gpu_nccl)
     shapes     attention of shapes that were never seen, with and without cuDNN, which builds a plan for each
     attention  one layer over a packed row, in padded blocks and without padding
     shared     passes over answers to one prompt, where the prompt is packed once and where it is packed for each answer
@@ -31,6 +33,7 @@ import argparse
 import importlib.util
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -48,8 +51,8 @@ if DRY_RUN:  # before the sections are imported, here and in the processes that 
     os.environ["STREAMRL_BENCH_DRY_RUN"] = tempfile.mkdtemp(prefix="gpu-dry-run-")
 DEVICE = torch.device("cpu" if DRY_RUN else "cuda")
 SECTIONS = (
-    "vllm", "one_gpu", "ceilings", "fold", "ipc", "nccl", "shapes", "attention", "shared", "head", "lagzero", "install",
-    "fsdp2", "quickstart", "realsize", "groups",
+    "vllm", "one_gpu", "ceilings", "fold", "ipc", "nccl", "ranks", "shapes", "attention", "shared", "head", "lagzero",
+    "install", "fsdp2", "quickstart", "realsize", "groups",
 )
 LAST_STEP = (
     "throughput/generate_tokens_per_s", "throughput/train_tokens_per_s", "drift/mismatch", "lag/token_mean",
@@ -196,6 +199,13 @@ def nccl(args: argparse.Namespace, floors: Floors) -> list[dict]:
     value = statistics.median(samples)
     params |= {"world": 2}
     return [*lines, record("gpu.nccl.broadcast_two_ranks", value, "ms/GiB", "lower", samples, params, bound=bound)]
+
+
+def ranks(args: argparse.Namespace, floors: Floors) -> list[dict]:
+    """In a process of its own, which may end though a thread is left inside NCCL."""
+    words = ["--dry-run"] if DRY_RUN else []
+    subprocess.run([sys.executable, "-m", "bench.gpu_nccl", *words, "--repeats", str(args.repeats)], check=True)
+    return []
 
 
 def shapes(args: argparse.Namespace, floors: Floors) -> list[dict]:

@@ -23,7 +23,7 @@ fi
 declare -A limit=([vllm]=400 [one_gpu]=165 [install]=200 [fsdp2]=200 [quickstart]=300 [realsize]=250 [groups]=450 [shared]=180 [shapes]=60 [nccl]=90)
 failed=0
 # In the order of worth, so that a limit leaves out what says the least.
-sections=${SECTIONS:-vllm one_gpu quickstart realsize groups fsdp2 attention shared head lagzero install ceilings fold ipc shapes nccl}
+sections=${SECTIONS:-vllm one_gpu quickstart realsize groups fsdp2 attention shared head lagzero install ceilings fold ipc shapes nccl ranks}
 sum=0 late=
 for section in $sections; do
     most=${limit[$section]:-120}

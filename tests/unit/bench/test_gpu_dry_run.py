@@ -14,7 +14,7 @@ FIRST = ("vllm", "one_gpu")
 WHOLE_RUNS = ("quickstart", "realsize", "groups")
 SECTIONS = {
     "ceilings": 5, "fold": 1, "ipc": 2, "nccl": 3, "shapes": 2, "attention": 1, "shared": 3, "head": 1, "lagzero": 1,
-    "install": 6, "fsdp2": 3,
+    "install": 6, "fsdp2": 3, "ranks": 6,
 }
 """Lines of each; the sections that launch runs are tried by hand: `bench/gpu.sh --dry-run`."""
 
