@@ -40,7 +40,8 @@ def harness(request, tmp_path_factory) -> EngineHarness:
     harness = EngineHarness(folder, VllmEngine(EngineSpec(
         model_dir=folder, tokenizer=character_tokenizer(), max_num_seqs=SLOTS, max_tokens=MAX_TOKENS,
         max_new_tokens=MAX_TOKENS, device=request.param, dtype=DTYPES[request.param],
-        num_threads=1 if request.param == "cpu" else None, options={"enforce_eager": True},
+        num_threads=1 if request.param == "cpu" else None,
+        options={"enforce_eager": True, "max_num_batched_tokens": MAX_TOKENS + 1},
     )))
     harness.device = request.param
     yield harness
@@ -78,6 +79,16 @@ def test_logprobs_and_scores_are_those_of_a_plain_pass(harness):
             prompt = [*job.prompt_ids]
             scores = await harness.engine.score([*prompt, *done.token_ids], start=len(prompt), temperature=1.0)
             assert_near(harness, scores, expected)
+
+    harness.run(work())
+
+
+def test_more_prompts_than_a_pass_may_read_are_read_by_the_next_ones(harness):
+    async def work() -> None:
+        await harness.engine.install(weights(harness, 0), ONE)
+        jobs = [request(prompt_of(200, i), 16, seed=i) for i in range(SLOTS)]
+        for job, done in zip(jobs, await asyncio.gather(*map(harness.engine.generate, jobs)), strict=True):
+            assert_near(harness, done.logprobs, truth(harness, 0, job.prompt_ids, done.token_ids))
 
     harness.run(work())
 

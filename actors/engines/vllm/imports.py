@@ -32,7 +32,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "kv_cache_memory_bytes", "load_format", "generation_config", "logprobs_mode", "worker_extension_cls",
         "disable_log_stats", "trust_remote_code", "tensor_parallel_size", "gpu_memory_utilization", "enable_lora",
         "device_ids", "hf_overrides", "max_lora_rank", "max_loras", "max_cpu_loras",
-        "lora_target_modules",
+        "lora_target_modules", "enable_chunked_prefill",
     ),
     "vllm.sampling_params:SamplingParams": (
         "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",

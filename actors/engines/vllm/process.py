@@ -142,6 +142,8 @@ def engine_arguments(
     if device == "cpu":
         # Compiling takes longer than most runs on a CPU; without it vLLM cannot measure the cache's size.
         defaults["enforce_eager"] = True
+        # A seeded sequence whose prompt is read in parts sets its generator back, which none on a CPU can.
+        defaults["enable_chunked_prefill"] = False
         if extra.get("tensor_parallel_size", 1) == extra.get("pipeline_parallel_size", 1) == 1:
             defaults["distributed_executor_backend"] = "uni"  # the model in the core's own process
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:

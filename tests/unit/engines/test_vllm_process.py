@@ -76,6 +76,7 @@ def arguments(device: str = "cpu", **extra) -> dict:
 
 def test_the_users_engine_arguments_win_over_defaults_and_never_over_ours():
     assert arguments()["enforce_eager"] and arguments()["enable_prefix_caching"]
+    assert arguments()["enable_chunked_prefill"] is False and "enable_chunked_prefill" not in arguments(device="cuda")
     assert arguments(enforce_eager=False, tensor_parallel_size=2).items() >= {
         "enforce_eager": False, "tensor_parallel_size": 2,
     }.items()
