@@ -63,6 +63,9 @@ def check_engine(device: str, dtype: torch.dtype, tolerance: float) -> None:
         done = await asyncio.gather(*tasks)
         assert all(len(generation.token_ids) == 128 for generation in done)
         assert all(generation.spans[-1].ref == VersionRef(1, 2) for generation in done)
+        graphs = engine._scheduler.forward.graphs
+        assert (graphs is None) == (device == "cpu")
+        assert graphs is None or (graphs.refused is None and len(graphs._sets) == 2)
 
         fresh = await engine.generate(requests(1, 32)[0])
         prompt = list(requests(1, 32)[0].prompt_ids)

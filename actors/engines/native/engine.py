@@ -31,6 +31,7 @@ from actors.engines.base import (
     end_of_sequence_ids,
 )
 from actors.engines.native.forward import ATTENTION_NAME, Forward
+from actors.engines.native.graphs import Capture
 from actors.engines.native.lean import Ready
 from actors.engines.native.scheduler import Scheduler, Sequence, StopMatcher, decoder
 from actors.engines.native.self_check import prepare
@@ -107,6 +108,7 @@ class NativeEngine:
         tokenizer: only for stop strings and its end-of-sequence id; None if neither is needed.
         prefill_tokens: prompt tokens that one forward pass reads at most (a longer prompt is read whole).
         adapter, weights: as in `EngineSpec`.
+        capture: see `Forward`.
     """
 
     name, returns_sets = "native", True
@@ -115,6 +117,7 @@ class NativeEngine:
         self, model: torch.nn.Module, tokenizer: Any, *, max_num_seqs: int, max_tokens: int,
         device: torch.device | str = "cpu", num_threads: int | None = None, install_policy: str = "continue",
         prefill_tokens: int = 2048, adapter: AdapterSpec | None = None, weights: str = "full",
+        capture: Capture | None = None,
     ) -> None:
         _check_sizes(model, max_num_seqs, max_tokens)
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
@@ -132,6 +135,7 @@ class NativeEngine:
             max_tokens,
             self._adapters,
             int8=self.rounds_weights,
+            capture=capture,
         )
         self._scheduler = Scheduler(
             forward, max_num_seqs, prefill_tokens,
@@ -379,6 +383,8 @@ class NativeEngine:
             )
         scheduler.ref = None
         forward.cache.release()
+        if forward.graphs is not None:
+            forward.graphs.clear()
         if forward.lean is not None:
             forward.lean.use(None)
         self._weights.release()

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from actors.engines.native.lean import LeanPass, why_plain
+from actors.engines.native.graphs import Capture, CudaCapture, DecodeGraphs
+from actors.engines.native.lean import LeanPass, hooks_of, why_plain
 from actors.engines.native.weights import AdapterSets, checkpoint_tensors
 from streamrl.architectures.attention import MaskRule, attend, carry, check_extras, register, rule_of
 from streamrl.errors import EngineError
@@ -113,9 +114,12 @@ class SlotCache:
         self.keys[layer].view(-1, shape.key_dim).index_copy_(0, index, key.reshape(-1, shape.key_dim))
         self.values[layer].view(-1, shape.value_dim).index_copy_(0, index, value.reshape(-1, shape.value_dim))
 
-    def token_index(self, kv_heads: int, positions: Tensor) -> Tensor:
-        """Indices of the tokens at `positions` [n] of rows 0.. in a layer seen as [slots * kv_heads * tokens, dim]."""
+    def token_index(self, kv_heads: int, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Indices of the tokens at `positions` [n] of `rows`, None for 0.., in a layer seen as [rows * heads * tokens].
+        """
         lanes = torch.arange(positions.shape[0] * kv_heads, device=positions.device)
+        if rows is not None:
+            lanes.remainder_(kv_heads).add_(rows.mul(kv_heads).repeat_interleave(kv_heads))
         return lanes.mul_(self.max_tokens).add_(positions.repeat_interleave(kv_heads))
 
     def put_prompts(self, layer: int, where: PromptRows, key: Tensor, value: Tensor) -> None:
@@ -177,10 +181,20 @@ class Prompt:
 class PassView:
     """Attention within one packed pass: n decode tokens (cache rows 0..n-1), then the prompts in order."""
 
-    def __init__(self, cache: SlotCache | None, positions: Tensor, span: int, prompts: Sequence[Prompt]) -> None:
-        """positions [n]: cache places of the decode tokens; span: cached places that they attend to."""
+    def __init__(
+        self,
+        cache: SlotCache | None,
+        positions: Tensor,
+        span: int,
+        prompts: Sequence[Prompt],
+        targets: Tensor | None = None,
+    ) -> None:
+        """positions [n]: cache places of the decode tokens; span: cached places that they attend to.
+
+        targets: [n] the rows that the decode tokens are stored in, None for their own.
+        """
         self.shapes: list[LayerShape] = []  # what each attention call of the pass stores per token, in their order
-        self._cache, self._positions, self._span = cache, positions, span
+        self._cache, self._positions, self._span, self._targets = cache, positions, span, targets
         alike = [list(found) for _, found in groupby(prompts, key=lambda prompt: len(prompt.ids))]
         self._batches = [(len(found), len(found[0].ids), self._rows_of(found)) for found in alike]
         self._masks: dict[MaskRule, Tensor] = {}
@@ -221,7 +235,7 @@ class PassView:
         """Store one token per row; each attends to its row up to and including itself."""
         n, kv_heads = key.shape[:2]
         if kv_heads not in self._indices:
-            self._indices[kv_heads] = self._cache.token_index(kv_heads, self._positions)
+            self._indices[kv_heads] = self._cache.token_index(kv_heads, self._positions, self._targets)
         self._cache.put_tokens(call, self._indices[kv_heads], key, value)
         # The query heads that share a key head become query positions: no key is repeated in memory.
         out = attend(
@@ -274,7 +288,11 @@ def wide_logits(head: torch.nn.Linear, hidden: Tensor) -> Tensor:
 
 
 class Forward:
-    """Runs one causal language model over a slot cache of its own. All methods belong to one thread."""
+    """Runs one causal language model over a slot cache of its own. All methods belong to one thread.
+
+    Args:
+        capture: captures decode passes; None: as CUDA graphs on such a device, and not at all elsewhere.
+    """
 
     def __init__(
         self,
@@ -284,10 +302,12 @@ class Forward:
         adapters: AdapterSets | None = None,
         *,
         int8: bool = False,
+        capture: Capture | None = None,
     ) -> None:
         self.adapters = adapters
         self._model = model.eval()
-        self.device = next(iter(checkpoint_tensors(model).values())).device
+        weights = list(checkpoint_tensors(model).values())
+        self.device = weights[0].device
         self.lean: LeanPass | None = None
         """The pass without modules; None leaves all of them to the model's own code."""
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
@@ -298,7 +318,14 @@ class Forward:
         head.register_forward_pre_hook(self._keep_wanted)
         if type(head) is torch.nn.Linear and head.weight.dtype.itemsize == 2:
             head.forward = partial(wide_logits, head)
-        self.cache = self._probe(slots, max_tokens)
+        if capture is None and self.device.type == "cuda":
+            capture = CudaCapture(self.device)
+        self.graphs: DecodeGraphs | None = None
+        """Decode steps without launches; None on a CPU, and with adapters, which are chosen anew for each pass."""
+        if capture is not None and adapters is None:
+            self.graphs = DecodeGraphs(self._decode, capture, weights, slots=slots, max_tokens=max_tokens)
+        self._hooks = hooks_of(model)
+        self.cache = self._probe(slots if self.graphs is None else slots + 1, max_tokens)
         if why_plain(model) is None:
             self.lean = LeanPass(model, max_tokens, int8=int8)
 
@@ -332,9 +359,14 @@ class Forward:
             prompts: read from their start; their keys and values go to the rows they name.
             versions: the adapter of each row, then of each prompt; not used without adapters.
         Returns:
-            logits [n + prompts, vocab]: after each row's token, then after each prompt's last one.
+            logits [n + prompts, vocab]: after each row's token, then after each prompt's last one. Those of a graph
+                stay until the next pass.
         """
         n = ids.shape[0]
+        if self.graphs is not None and n and not prompts and self.graphs.refused is None and not any(self._hooks):
+            logits = self.graphs.run(ids, positions, longest, None if self.lean is None else self.lean.in_use)
+            if logits is not None:
+                return logits
         span = min(-(-longest // _SPAN_STEP) * _SPAN_STEP, self.cache.max_tokens)
         if self.adapters is not None:
             self.adapters.route(versions, [1] * n + [len(prompt.ids) for prompt in prompts])
@@ -346,6 +378,10 @@ class Forward:
             ends = torch.tensor(lengths).cumsum(0) + (n - 1)
             wanted = torch.cat([torch.arange(n), ends]).to(self.device)
         return self._call(ids, positions, PassView(self.cache, decode_positions, span, prompts), wanted)
+
+    def _decode(self, ids: Tensor, positions: Tensor, targets: Tensor, span: int) -> Tensor:
+        """Logits of a pass without prompts, as `DecodeGraphs` captures it: all tensors are on the device."""
+        return self._call(ids, positions, PassView(self.cache, positions, span, [], targets), None)
 
     def score(self, ids: list[int], start: int, temperature: float, version: VersionRef | None = None) -> list[float]:
         """Log-probs of ids[start:] given all ids before each, at this temperature. Needs 1 <= start."""

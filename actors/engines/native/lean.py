@@ -47,7 +47,7 @@ def why_plain(model: nn.Module) -> str | None:
     kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
         return f"layers of {kinds}"
-    if any(_hooks_of(model)):
+    if any(hooks_of(model)):
         return "hooks in its modules, which adapters have"
     rotary = model.model.rotary_emb
     if depends_on_length(rotary.rope_type):
@@ -100,7 +100,7 @@ class LeanPass:
         self._int8 = int8
         self._initial = checkpoint_tensors(model)
         self._ready: Ready | None = None
-        self._hooks = _hooks_of(model)
+        self._hooks = hooks_of(model)
         config = model.config
         attention = model.model.layers[0].self_attn
         self._shape = (config.hidden_size,)
@@ -119,6 +119,11 @@ class LeanPass:
     def applies(self) -> bool:
         """The next pass may be lean unless a hook came later, anywhere in the model: it would not be called."""
         return not any(self._hooks)
+
+    @property
+    def in_use(self) -> Ready | None:
+        """The weights of the next pass; None before the first one, if nothing was installed."""
+        return self._ready
 
     def ready(self, tensors: Mapping[str, Tensor]) -> Ready:
         """Weights that a pass reads, out of these, named as in a checkpoint; in any thread."""
@@ -214,7 +219,7 @@ def _rotations(model: Any, max_tokens: int) -> tuple[Tensor, Tensor]:
     return cos[0, :, None], sin[0, :, None]
 
 
-def _hooks_of(model: nn.Module) -> list[Any]:
+def hooks_of(model: nn.Module) -> list[Any]:
     """Attributes in which modules keep their hooks; the input of the output layer has one of the engine itself."""
     head = model.get_output_embeddings()
     before = [module._forward_pre_hooks for module in model.modules() if module is not head]

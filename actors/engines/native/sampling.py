@@ -103,6 +103,11 @@ class Drawn(NamedTuple):
     logprobs: Tensor  # float32 [n] under the processed distribution; NaN where logits are
     sets: Mapping[int, np.ndarray]  # row -> the ids that are left, of each row with a top-k
 
+    def on_host(self) -> tuple[np.ndarray, list[float]]:
+        """Tokens and log-probs, in one transfer: a double holds any of either."""
+        tokens, logprobs = torch.stack([self.tokens.double(), self.logprobs.double()]).cpu().numpy()
+        return tokens.astype(np.int64), logprobs.tolist()
+
 
 def draw(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> Drawn:
     """Sample a token per row: logits [n, vocab] of any float type, uniforms [n] float64 in [0, 1)."""

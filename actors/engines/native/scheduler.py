@@ -297,16 +297,16 @@ class Scheduler:
         if self._plan is None:
             self._plan = make_plan([sequence.request.sampling for sequence in self.running], self.forward.device)
         # The new token's place in the whole sequence: the next turn of the same episode draws other numbers.
-        tokens, logprobs, sets = draw(logits, self._plan, uniforms(self._seeds[:n], self._cached[:n].astype(np.uint64)))
-        self._last[:n] = tokens.cpu().numpy()
+        drawn = draw(logits, self._plan, uniforms(self._seeds[:n], self._cached[:n].astype(np.uint64)))
+        self._last[:n], logprobs = drawn.on_host()
         self.tokens_total += n
         ended: list[tuple[int, str | Exception | None]] = []
-        for row, (token, logprob) in enumerate(zip(self._last[:n].tolist(), logprobs.tolist(), strict=True)):
+        for row, (token, logprob) in enumerate(zip(self._last[:n].tolist(), logprobs, strict=True)):
             if not math.isfinite(logprob):
                 ended.append((row, None))
                 continue
             try:
-                finish = self.running[row].add(token, logprob, sets.get(row))
+                finish = self.running[row].add(token, logprob, drawn.sets.get(row))
             except Exception as error:  # of the tokenizer, which looks for the request's own stop strings
                 finish = error
             if finish is not None:
