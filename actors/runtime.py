@@ -148,6 +148,10 @@ class RuntimeHandle:
         self._building = asyncio.get_running_loop().run_in_executor(None, self._build, welcome)
         return True
 
+    async def if_begun(self) -> ActorRuntime | None:
+        """The runtime, whose building is waited for; None if it was not begun."""
+        return None if self._building is None else await self.finished()
+
     async def finished(self) -> ActorRuntime:
         """The runtime, or whatever error building raised. Cancelling this does not stop the thread: see `close`."""
         assert self._building is not None

@@ -37,8 +37,9 @@ from actors.runtime import (
     weight_source,
 )
 from actors.settings import local_settings, max_leases, pick_device
+from actors.weights.turns import Turns, check_turns, release
 from actors.weights.updater import WeightUpdater
-from streamrl.errors import ConfigError, StreamrlError
+from streamrl.errors import ConfigError, EngineError, StreamrlError
 from streamrl.messages import (
     Announce,
     Drain,
@@ -116,6 +117,7 @@ class Worker:
         self._newest: tuple[Manifest, tuple[Offer, ...]] | None = None
         self._limits = Limits()
         self._jobs: set[asyncio.Task[None]] = set()
+        self._turns = Turns(self._give_memory_back, self._take_up, client.report_released, self._spawn)
         self._draining = self._leaving = self._install_waits = self._progress_due = False
         self._result: LinkClosed | None = None
         self._failure: LinkClosed | None = None
@@ -196,8 +198,10 @@ class Worker:
                     self._spawn(self._install_newest())
             case HubHeartbeat() as heartbeat:
                 self._leases.drop_useless(heartbeat.min_useful)
+                self._turns.hear(heartbeat.turn)
             case Disconnected():
                 log.warning("no message from the hub: reconnecting, %d leases go on", len(self._leases.held))
+                self._turns.lost()
             case Drain() as drain:
                 self._finish_and_leave(drain.reason, drain.deadline_s)
             case Stop() as stop:
@@ -213,6 +217,16 @@ class Worker:
         for ref, keep in welcome.held:
             if not keep:
                 self._leases.cancel(ref)
+        was_asleep = not self._turns.actors
+        self._turns.hear(welcome.turn, joined=True)
+        if not was_asleep:
+            self._take_up()
+
+    def _take_up(self) -> None:
+        """Do what the last WELCOME asks for, once it is the actors' turn."""
+        welcome = self._welcome
+        if welcome is None or not self._turns.actors:
+            return
         if self._runtime is not None:
             if self._fits(self._runtime, welcome):
                 self._runtime.set_welcome(welcome)
@@ -220,9 +234,26 @@ class Worker:
         elif self._handle.begin(welcome):
             self._spawn(self._build(welcome))
 
+    async def _give_memory_back(self) -> bool:
+        """For the learner's turn: leases that are left go to others."""
+        self._leases.hand_back(ReturnReason.DRAIN, "it is the learner's turn")
+        try:
+            runtime = await self._handle.if_begun()
+            if runtime is not None:
+                await release(runtime.engine, runtime.installer)
+        except EngineError as error:
+            self._fail(str(error))
+            return False
+        except StreamrlError:
+            return False  # `_build` says so, and ends the process
+        self._update_progress()
+        return True
+
     async def _build(self, welcome: Welcome) -> None:
         try:
             runtime = await self._handle.finished()
+            if welcome.turn:
+                check_turns(runtime.engine)
         except StreamrlError as error:
             log.error("cannot take part in run %s: %s", welcome.run_id, error)
             self._end(EXIT_CONFIG if isinstance(error, ConfigError) else 1, str(error))
@@ -255,6 +286,7 @@ class Worker:
         if self._install_waits:
             return
         self._install_waits = True
+        await self._turns.until_actors()
         await self._leases.pin.released()  # nothing is fetched meanwhile: what came first would be retired by then
         self._install_waits = False
         runtime, welcome, newest = self._runtime, self._welcome, self._newest
@@ -262,9 +294,13 @@ class Worker:
             return
         if self._updater is None:
             self._updater = WeightUpdater(runtime.installer, report=self._report, broken=self._fail)
-            runtime.installer.may_load = self._leases.pin.released
+            runtime.installer.may_load = self._may_load
             self._spawn(self._updater.watch())
         await self._updater.install(*newest, welcome.layout, welcome.base)
+
+    async def _may_load(self) -> None:
+        await self._leases.pin.released()
+        await self._turns.until_actors()
 
     def _report(self, report: Installed) -> None:
         if self._runtime is not None:

@@ -132,13 +132,14 @@ def environment_for(gpus: Sequence[str]) -> dict[str, str]:
 
 def place(
     gpus: Sequence[str], *, num_ranks: int, num_actors: int, per_actor: int, share: bool,
-    learner_share: float | None = None, actor_share: float | None = None,
+    learner_share: float | None = None, actor_share: float | None = None, by_turns: bool = False,
 ) -> Placement:
     """Deal `gpus`: one to each learner rank, then `per_actor` to each actor; in turn where too few are left.
 
     Args:
         num_ranks: ranks that compute on a GPU. per_actor: GPUs of one engine. Either may be 0.
         share: whether a GPU may serve more than one process.
+        by_turns: a learner and its actors have a GPU one after the other, each side all of it.
         learner_share, actor_share: `learner.gpu_memory_share`, `actors.gpu_memory_share`; None is for us to find.
     Raises:
         ConfigError: too few GPUs, or shares of one GPU that exceed it.
@@ -157,9 +158,9 @@ def place(
         tuple(pool[(number * per_actor + k) % len(pool)] for k in range(per_actor)) for number in range(num_actors)
     )
     engines_on = Counter(gpu for own in actors for gpu in own)
-    if learner_share is None and engines_on.keys() & set(learner):
+    if learner_share is None and engines_on.keys() & set(learner) and not by_turns:
         learner_share = LEARNER_SHARE
-    left = {gpu: 1.0 - (learner_share or 1.0) * (gpu in learner) for gpu in gpus}
+    left = {gpu: 1.0 - (learner_share or 1.0) * (gpu in learner and not by_turns) for gpu in gpus}
     shares = []
     for own in actors:
         found = actor_share if actor_share is not None else min(left[gpu] / engines_on[gpu] for gpu in own)

@@ -89,6 +89,9 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_a_stopped_and_a_killed_run_go_on_to_the_same_bits": "five runs one after the other",
         "test_two_ranks_train_what_one_does": "two runs, one of two ranks; unit/learner/test_two_ranks.py has ranks",
     },
+    "flow/test_turns.py": {
+        "test_a_process_killed_in_any_state_costs_nothing": "three launched runs in which five processes are killed",
+    },
     "flow/test_two_launches.py": "a launched run, and commands beside it",
     "flow/test_verbs.py": "a launched run that is scaled, drained, stopped and resumed",
     "flow/test_verifiers.py": "a launched run, and evaluations of it; unit/actors/test_verifiers.py has our side",

@@ -224,10 +224,11 @@ class GivesMemoryBack(Protocol):
     async def release(self) -> None:
         """Give weights and cache back to the system; `installed` is None from here to the next install.
 
-        That install, or `install_base` before it, takes new memory. May be called again before it.
+        That install, or `install_base` before it, takes new memory. May be called again before it. Sequences that run
+        or wait fail with an EngineError.
 
         Raises:
-            EngineError: sequences run, or the engine is dead.
+            EngineError: the engine is dead.
         """
         ...
 

@@ -151,6 +151,7 @@ class HubServer:
                 next_tick = self._tick(now)
             if ready or tick:
                 self._ranks.serve(now)
+                self._actors.tell_turn(now)
                 if not self.context.log.blocked:
                     self._actors.grant(now)
             self.context.log.flush(now)

@@ -152,11 +152,11 @@ class HubLink:
 
     def evaluate(
         self, eval_id: int, version: int, num_prompts: int, keep: tuple[int, ...] = (), num_responses: int = 1,
-        dataset: str = "",
+        dataset: str = "", *, waits: bool = False,
     ) -> None:
         """Request an evaluation, with transcripts of the prompts `keep`; its result arrives in `evals` later."""
         self._asked.add(eval_id)
-        self._send(EvalRequest(eval_id, version, num_prompts, keep, num_responses, dataset))
+        self._send(EvalRequest(eval_id, version, num_prompts, keep, num_responses, dataset, waits))
 
     def wait_for_evals(self) -> None:
         """Wait until every result is in `evals`, or a stop was requested."""

@@ -56,6 +56,7 @@ def hub_settings(
         hub=config.hub, publish=config.publish, trust=config.trust,
         restore_path=str(restore_path) if restore_path else None, device=device,
         num_minibatches=config.learner.num_minibatches, rank_silent_s=config.learner.rank_silent_s,
+        by_turns=config.launch.by_turns,
     )
 
 

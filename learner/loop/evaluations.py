@@ -41,7 +41,9 @@ class Evaluations:
         for place, one in enumerate(self._sets):
             eval_id, asked = version * len(self._sets) + place, one.config.eval
             kept = self._samples.eval_prompts(asked.num_samples)
-            self._hub.evaluate(eval_id, version, asked.num_samples, kept, asked.num_responses, one.name)
+            self._hub.evaluate(
+                eval_id, version, asked.num_samples, kept, asked.num_responses, one.name, waits=wait,
+            )
         if wait:
             num_prompts = sum(one.config.eval.num_samples for one in self._sets)
             log.info("evaluating version %d on %d prompts", version, num_prompts)

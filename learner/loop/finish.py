@@ -28,6 +28,7 @@ def finish(run: Run, *, completed: bool) -> None:
         if (critic := run.trainer.networks.critic) is not None:
             log.info("the critic is in %s", export_critic(critic, run.model_dir, run.run_dir / "critic", run.ranks))
     if completed and not (run.config.trainer.eval_only and run.version == 0):
+        run.leave_device()
         run.evaluations.start(run.version, wait=True)
     if run.ranks.rank != 0:
         return

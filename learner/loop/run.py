@@ -22,7 +22,7 @@ from learner.objective.plan import BatchPlan
 from learner.objective.statistics import StepStatistics, TrainedBatch
 from learner.publish.publishing import Versions
 from learner.ranks.beats import RankBeats
-from learner.ranks.mesh import Ranks
+from learner.ranks.mesh import Ranks, leave_device
 from learner.ranks.stop_flag import StopFlag
 from learner.record.process_use import ProcessUse
 from learner.record.profile import profiled
@@ -102,6 +102,7 @@ class Run(Callbacks):
     def train_next_batch(self) -> TrainedBatch | None:
         """Train on the next batch of the source; None when the run is to stop. A collective call."""
         self.versions.supply(self.version)
+        self.leave_device()
         self._batch = self.source.next_batch(self.version)
         if self._batch is None:
             return None
@@ -109,6 +110,11 @@ class Run(Callbacks):
         *earlier, last = self.lineage
         self.lineage = (*earlier, Lineage(last.learner_epoch, last.first, max(last.last, self.version)))
         return trained
+
+    def leave_device(self) -> None:
+        """Before a wait for actors that take turns with this learner: give back what it keeps of the device."""
+        if self.config.launch.by_turns:
+            leave_device(self.ranks.device)
 
     def publish_if_due(self) -> None:
         """Publish the new version, unless actors do as well with the one they have; a collective call."""
@@ -118,6 +124,7 @@ class Run(Callbacks):
     def evaluate_at_start(self) -> None:
         """Evaluate the starting weights, or of a resumed run the version whose evaluation was lost."""
         if self.version == 0 and (self.config.eval.at_start or self.config.trainer.eval_only):
+            self.leave_device()
             self.evaluations.start(self.version, wait=True)
         elif self.eval_lost:
             self.evaluations.start(self.version)

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from learner.ranks.activity import Activity
 from streamrl.errors import ConfigError
+from streamrl.process_memory import return_freed_memory
 
 
 class Coordinates(NamedTuple):
@@ -279,6 +280,14 @@ class Ranks:
         with self.activity.in_collective("all_reduce"):
             dist.all_reduce(tensor, op, group=self.group)
             return tensor.tolist()  # on a GPU it is here that the result is waited for
+
+
+def leave_device(device: torch.device) -> None:
+    """Give the memory back that torch keeps for later: others have the device until the next batch."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        return_freed_memory()
 
 
 def local_part(tensor: Tensor) -> Tensor:

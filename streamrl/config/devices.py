@@ -107,6 +107,8 @@ def choose_engine(config: Config, gpus: Collection[str]) -> tuple[str, str]:
 def choose_transports(config: Config, gpus: Sequence[str]) -> tuple[list[str], str]:
     """The transports that `auto` is for the processes of this launch, best first, and why; as `choose_engine`."""
     host, engine = [*ON_HOST], config.actors.engine
+    if config.launch.by_turns:
+        return host, "versions stay in host memory while learner and engine take turns with the GPU"
     where = likely_placement(config, gpus)
     actors = {own[0] for own in where.actors}
     if not where.learner or not actors:
@@ -138,6 +140,11 @@ def check_engine(config: Config) -> None:
         raise ConfigError(
             f"actors.weights={config.actors.weights} is rounded by the native engine alone, and actors.engine is "
             f"{config.actors.engine}: vLLM has actors.vllm.quantization, or leave actors.weights=full"
+        )
+    if config.launch.by_turns and config.actors.engine == "vllm":
+        raise ConfigError(
+            "launch.share_gpus=turns is for engines that give their memory back, as the native one does and "
+            "actors.engine=vllm does not yet: set actors.engine=native, or launch.share_gpus=true"
         )
     if most_answer_tokens(config) is not None:
         _check_candidates(config.rollout.train.sampling, config.actors.num_concurrent)
@@ -253,7 +260,7 @@ def placement_of(config: Config, gpus: Sequence[str]) -> Placement:
         config.run.device, config.actors.device
     )
     if not gpus:
-        if launch.gpus_per_actor is not None or launch.share_gpus:
+        if launch.gpus_per_actor is not None or launch.share_gpus is True:
             raise ConfigError(
                 f"launch.gpus_per_actor={launch.gpus_per_actor} and launch.share_gpus={launch.share_gpus}, but no GPU "
                 "is visible here: leave them out, or check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
@@ -265,7 +272,7 @@ def placement_of(config: Config, gpus: Sequence[str]) -> Placement:
     return place(
         gpus, num_ranks=num_ranks, num_actors=launch.num_actors,
         per_actor=gpus_per_engine(config) if on_gpu and launch.num_actors else 0,
-        share=not named if launch.share_gpus is None else launch.share_gpus,
+        share=not named if launch.share_gpus is None else bool(launch.share_gpus), by_turns=launch.by_turns,
         learner_share=config.learner.gpu_memory_share, actor_share=config.actors.gpu_memory_share,
     )
 

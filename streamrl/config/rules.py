@@ -111,6 +111,7 @@ def check(config: Config) -> None:
     check_engine(config)
     check_devices(config)
     check_in_process(config)
+    _check_turns(config)
     _check_lora(config)
 
 
@@ -425,6 +426,38 @@ def _check_hub(config: Config) -> None:
     _need(
         config.policy.model_path is not None or config.policy.tiny.enabled,
         "policy.model_path is not set: give a local checkpoint directory, or try experiment=quickstart",
+    )
+
+
+def _check_turns(config: Config) -> None:
+    """Whatever keeps memory of a device, or works, while it is the others' turn, is refused."""
+    shared, eta = config.launch.share_gpus, largest_eta(config)
+    _need(
+        not isinstance(shared, str) or config.launch.by_turns,
+        f"launch.share_gpus={shared} is none of true, false, null and turns: take one of them",
+    )
+    if not config.launch.by_turns:
+        return
+    _need(
+        eta == 0,
+        f"launch.share_gpus=turns, but the lead of generation is up to {eta} batches: actors and learner never work at "
+        "once, so a lead only makes data older; set staleness.eta=0, without staleness.force and staleness.adaptive",
+    )
+    on_device = {"ipc", "nccl"} & {*config.publish.transports, *config.actors.transports}
+    _need(
+        not on_device,
+        f"launch.share_gpus=turns, but publish.transports or actors.transports have {sorted(on_device)}, which keep "
+        "versions on the GPU: set both to [shm,zmq]",
+    )
+    _need(
+        config.policy.optimizer.offload,
+        "launch.share_gpus=turns leaves the GPU to the engine between two steps, but policy.optimizer.offload is "
+        "false: set it to true, so that moments are in host memory then",
+    )
+    _need(
+        not config.launch.in_process,
+        "launch.share_gpus=turns is for processes that could not share a GPU, and launch.in_process=true has one "
+        "process on the CPU: leave one of them out",
     )
 
 

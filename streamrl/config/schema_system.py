@@ -314,6 +314,10 @@ class TrackingConfig:
     """Weights & Biases."""
 
 
+TURNS = "turns"
+"""Of `launch.share_gpus`."""
+
+
 @dataclass
 class LaunchConfig:
     num_actors: Count = 2
@@ -323,8 +327,10 @@ class LaunchConfig:
     gpus_per_actor: PositiveInt | None = None
     """GPUs of each actor that launch starts, after those of the learner; null is as many as its engine needs: one, or
     the tensor-parallel times the pipeline-parallel size of vLLM."""
-    share_gpus: bool | None = None
-    """Whether processes of the run may share GPUs where there are too few; null: where no device is set to cuda."""
+    share_gpus: bool | str | None = None
+    """Whether processes of the run may share GPUs where there are too few: true or false; null: where no device is
+    set to cuda. `turns`: actors give their engines' memory back while the learner trains, for a model that does not
+    fit beside its learner."""
     num_max_restarts: Count = 20
     """Restarts of an actor before launch gives up on it; two minutes of health set the count back."""
     num_max_learner_restarts: Count = 3
@@ -338,6 +344,11 @@ class LaunchConfig:
     debug: bool = False
     """For `launch.in_process`, set by `streamrl debug`: environments and rewards are called in the main thread,
     where breakpoint() stands, without a time limit or a check before the run; what they raise opens the debugger."""
+
+    @property
+    def by_turns(self) -> bool:
+        """Whether actors and learner take turns with the memory of their GPUs."""
+        return self.share_gpus == TURNS
 
 
 @dataclass

@@ -104,6 +104,8 @@ class Welcome(Message):
     held: Annotated[tuple[tuple[LeaseRef, bool], ...], Meta(max_length=1024)]
     base: Base | None = None
     """What `layout` and `manifest` are an adapter of; None if they are the whole model."""
+    turn: U64 = 0
+    """As in HubHeartbeat."""
 
 
 SLOW_CALL_S = 10.0
@@ -151,6 +153,8 @@ class ActorHeartbeat(Message):
     """Progress with the communicators that it was invited to; None without any."""
     held: Annotated[tuple[LeaseRef, ...], Meta(max_length=1024)] | None = None
     """Leases in progress here; None if they are too many to list."""
+    turn: U64 = 0
+    """The learner's turn for which the engine gave its memory back; 0 while it holds any."""
 
 
 @message(6, TO_ACTOR)
@@ -162,6 +166,8 @@ class HubHeartbeat(Message):
     version: U64
     min_useful: VersionRef
     waiting_for: Annotated[str, Meta(max_length=128)]
+    turn: U64 = 0
+    """Where actors and learner take turns on a GPU: odd is the learner's, even the actors'. 0: all work at once."""
 
 
 @message(7, TO_ACTOR)

@@ -181,6 +181,8 @@ class EvalRequest(Message):
     """Answers of each prompt."""
     dataset: Word = ""
     """Name of the evaluation set; empty for the run's own held-out records."""
+    waits: bool = False
+    """The learner does nothing else until the result is there."""
 
 
 @message(42, HUB_TO_RANK)

@@ -67,6 +67,10 @@ class HubClient:
     def report_installed(self, message: Installed) -> None:
         self._command(lambda now: self.session.report_installed(message, now))
 
+    def report_released(self, turn: int) -> None:
+        """The engine has given its memory back, for this turn of the learner."""
+        self._command(lambda now: self.session.report_released(turn, now))
+
     def report_nccl(self, state: NcclState) -> None:
         """A communicator is being built here, formed or lost; from any thread."""
         self._command(lambda now: self.session.report_nccl(state, now))

@@ -113,6 +113,7 @@ class ActorSession:
         self.learner_epoch = 0
         self.installed: tuple[VersionRef, bytes] | None = None
         self.progress = Progress()
+        self.turn = 0  # of the learner, for which the engine gave its memory back
         self._num_evictions = 0
         self._give_up_after_s = give_up_after_s
         self._rng = random.Random(random_seed)
@@ -170,10 +171,17 @@ class ActorSession:
 
     def report_installed(self, message: Installed, now: float) -> list[Effect]:
         if message.ok:
-            self.installed = (message.target, message.root)
+            self.installed, self.turn = (message.target, message.root), 0
             if self.state is ActorState.SYNCING:
                 self.state = ActorState.RUNNING
         return [Send(encode(message)), *self._send_beat(now)] if self.linked else []
+
+    def report_released(self, turn: int, now: float) -> list[Effect]:
+        """The engine holds no memory, and no version, for this turn of the learner, which waits for the message."""
+        self.installed, self.turn = None, turn
+        if self.state is ActorState.RUNNING:
+            self.state = ActorState.SYNCING
+        return self._send_beat(now) if self.linked else []
 
     def report_nccl(self, state: NcclState, now: float) -> list[Effect]:
         """A communicator is being built, formed or lost; sent at once, because the hub waits for it."""
@@ -255,6 +263,7 @@ class ActorSession:
         self.outbox.settle(welcome.settled_upto, welcome.settled)
         self.outbox.forget(welcome.durable_upto, welcome.durable)
         self.run_id, self.learner_epoch = welcome.run_id, welcome.learner_epoch
+        self.turn = 0  # the worker reports again, for the turn that this hub is at
         # With a version installed generation goes on; the ledger decides what that version is good for.
         self.state = ActorState.SYNCING if self.installed is None else ActorState.RUNNING
         self._num_retries = 0
@@ -323,7 +332,7 @@ class ActorSession:
             running=progress.running, installed=installed, tokens_total=progress.tokens_total,
             stuck=progress.stuck[:64], outbox_groups=min(len(self.outbox), 65535), outbox_bytes=self.outbox.num_bytes,
             free_eval=progress.free_eval if taking else 0, stats=progress.stats, max_leases=progress.max_leases,
-            root=root, held=progress.held if len(progress.held) <= 1024 else None, nccl=self.nccl,
+            root=root, held=progress.held if len(progress.held) <= 1024 else None, nccl=self.nccl, turn=self.turn,
         )
         return [Send(encode(beat))]
 

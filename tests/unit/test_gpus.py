@@ -12,7 +12,7 @@ import zmq
 from actors.weights.device import DeviceWeights
 from streamrl.config.devices import placement_of
 from streamrl.errors import ConfigError
-from streamrl.gpus import Gpu, gpu_names, gpu_of, parse_gpus, place, read_gpus, usable_gpus, visible_gpus
+from streamrl.gpus import Gpu, Placement, gpu_names, gpu_of, parse_gpus, place, read_gpus, usable_gpus, visible_gpus
 from streamrl.weights.gpu.cuda_memory import device_id
 from tests.fakes.communicator import FakeLibrary
 from tests.fakes.device_memory import FakeDeviceMemory
@@ -158,6 +158,29 @@ def test_gpus_are_shared_where_asked_for_or_where_nothing_names_them():
     assert placement_of(config_of(*short, "launch.share_gpus=true"), ["0"]).is_shared
     with pytest.raises(ConfigError, match="need 2 GPUs"):
         placement_of(config_of("launch.num_actors=1", "launch.share_gpus=false"), ["0"])
+
+
+BY_TURNS = ("launch.share_gpus=turns", "staleness.eta=0", "policy.optimizer.offload=true")
+
+
+@pytest.mark.shows("launch.share_gpus")
+def test_by_turns_each_side_has_the_whole_gpu_and_what_keeps_memory_or_a_lead_is_refused():
+    found = placement_of(config_of(*BY_TURNS, "launch.num_actors=1", "run.device=cuda"), ["0"])
+    assert (found.learner, found.actors) == (("0",), (("0",),))
+    assert found.learner_share is None and found.actor_shares == (None,)
+    both = placement_of(config_of(*BY_TURNS, "launch.num_actors=2", "run.device=cuda"), ["0"])
+    assert both.actor_shares == (0.5, 0.5), "actors have their turn together"
+    assert placement_of(config_of(*BY_TURNS), []) == Placement(), "a CPU is shared by turns too"
+    for words, cause in {
+        "launch.share_gpus=truns": "none of true, false, null and turns",
+        "staleness.eta=1": "set staleness.eta=0",
+        "actors.engine=vllm": "set actors.engine=native",
+        "publish.transports=[ipc,shm,zmq]": r"\['ipc'\], which keep versions on the GPU",
+        "policy.optimizer.offload=false": "set it to true",
+        "launch.in_process=true launch.num_actors=1": "leave one of them out",
+    }.items():
+        with pytest.raises(ConfigError, match=cause):
+            config_of(*BY_TURNS, *words.split())
 
 
 @pytest.mark.shows("launch.gpus_per_actor")

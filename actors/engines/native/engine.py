@@ -377,10 +377,9 @@ class NativeEngine:
     def _release(self) -> None:
         scheduler = self._scheduler
         forward = scheduler.forward
-        if num := len(scheduler.running) + len(scheduler.waiting):
-            raise EngineError(
-                f"the engine has {num} sequences, and its memory is released only when there are none: stop them first"
-            )
+        for sequence in (*scheduler.running, *scheduler.waiting):
+            scheduler.abort(sequence)
+            sequence.deliver(EngineError("the engine's memory was released while this sequence ran"))
         scheduler.ref = None
         forward.cache.release()
         if forward.graphs is not None:

@@ -34,6 +34,10 @@ class Connection:
     probed_at: float = 0.0
     max_leases: int = 1
     """0 for a relay, which never generates."""
+    turn: int = 0
+    """As in its last heartbeat."""
+    told_turn_at: float = 0.0
+    """When it was first told of the turn that it is."""
 
     def strike(self, now: float) -> bool:
         """Count a violation; True if that is one too many."""

@@ -12,6 +12,7 @@ import zmq
 from learner.hub.context.connections import Connections
 from learner.hub.context.run_log import RunLog
 from learner.hub.context.settings import HubSettings
+from learner.hub.context.turns import Turns
 from learner.hub.context.weight_server import WeightServer
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.liveness.ranks import RankWatch
@@ -80,6 +81,7 @@ class HubContext:
     failures: EpisodeFailures = field(init=False)
     arrivals: Arrivals = field(default_factory=Arrivals)
     trust: ActorTrust = field(init=False)
+    turns: Turns = field(init=False)
     observers: tuple[Observer, ...] = field(init=False)
     """All observers, those above included; each is told of every event of every actor."""
     rank_watch: RankWatch = field(init=False)
@@ -92,6 +94,7 @@ class HubContext:
         env, stop_at_long_prompt = self.settings.env, self.settings.data.prompt_overflow is PromptOverflow.error
         self.failures = EpisodeFailures(self.notify, stop_at_long_prompt=stop_at_long_prompt)
         self.rank_watch = RankWatch(self.settings.rank_silent_s)
+        self.turns = Turns(self.connections, self.settings.hub.lease_ttl_s, is_on=self.settings.by_turns)
         self.trust = ActorTrust(self.settings.trust, self.settings.publish.probe_tolerance, self.notify)
         self.observers = (
             self.failures, self.arrivals, ActorLoads(), SandboxLevels(self.notify), self.trust,

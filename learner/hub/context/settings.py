@@ -68,6 +68,8 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_minibatches: int = 1
     """Equal parts of a batch, each with an optimizer step of its own."""
     rank_silent_s: float = 20.0
+    by_turns: bool = False
+    """`launch.share_gpus=turns`."""
 
     @property
     def run_id(self) -> str:

@@ -62,6 +62,7 @@ class ActorHandler:
         self._moves = LogLimit(log, burst=MAX_MOVES)
         self._ack_at, self._acked_upto = 0.0, 0  # when, and the record up to which the log was on the disk then
         self._num_heartbeats = 0
+        self._told_turn = hub.turns.number
         self._end: Stop | None = None
 
     # --- incoming ---------------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class ActorHandler:
             offers=self._broadcast.offers(actor), pull_token=weights.pull_token, assets_nbytes=len(weights.assets),
             assets_digest=weights.assets_digest, settled_upto=result.settled_upto, settled=tuple(result.settled),
             durable_upto=result.durable_upto, durable=tuple(result.durable), held=tuple(result.held),
-            base=weights.base,
+            base=weights.base, turn=self._hub.turns.number,
         ))
 
     def _refusal(self, hello: Hello, key_name: str | None) -> Stop | None:
@@ -220,7 +221,7 @@ class ActorHandler:
             one.joined(hello, is_new=known != hello.incarnation)
         actor = Connection(
             routing_id, hello.actor_id, hello.incarnation, heard_at=now, transports=hello.transports,
-            device=hello.device, max_leases=hello.max_leases,
+            device=hello.device, max_leases=hello.max_leases, told_turn_at=now,
         )
         self._hub.connections.bind(actor)
         return actor
@@ -236,7 +237,7 @@ class ActorHandler:
         actor.state = "quarantined" if quarantined else beat.state.name.lower()
         if not actor.max_leases:
             actor.state = "relay"
-        actor.stats = beat.stats
+        actor.stats, actor.turn = beat.stats, beat.turn
         for one in hub.observers:
             one.beat(actor.actor_id, beat.stats, now)
         hub.counters["tokens_generated"] += actor.count_tokens(beat.tokens_total, now)
@@ -250,7 +251,7 @@ class ActorHandler:
         self._num_heartbeats += 1
         return HubHeartbeat(
             self._num_heartbeats, hub.settings.learner_epoch, hub.ledger.version, hub.ledger.lag.min_useful(),
-            hub.waiting_for[:128],
+            hub.waiting_for[:128], hub.turns.number,
         )
 
     def _announce_again(self, actor: Connection, beat: ActorHeartbeat, now: float) -> None:
@@ -302,6 +303,10 @@ class ActorHandler:
             self._evict(actor, "silent for too long", now)
         for actor in self._hub.connections.all():
             self._evict_if_dead(actor, now)
+        for actor in self._hub.turns.late(now):
+            detail = "its engine has not given its memory back for the learner's turn"
+            self._moves.warning("actor %s is evicted: %s", actor.actor_id, detail)
+            self._evict(actor, detail, now, stop_of(StopReason.EVICTED, detail))
 
     def _evict_if_dead(self, actor: Connection, now: float) -> None:
         """Evict an actor whose connection is closed, as a dead process leaves it; `hub.dead_after_s` is far longer."""
@@ -313,10 +318,18 @@ class ActorHandler:
             self._moves.warning("actor %s is gone, and its connection closed: its leases are reissued", actor.actor_id)
             self._evict(actor, "its connection is closed", now)
 
+    def tell_turn(self, now: float) -> None:
+        """Tell every actor at once that a turn has begun; each later heartbeat says so again."""
+        if self._told_turn != self._hub.turns.number:
+            self._told_turn = self._hub.turns.number
+            for actor in self._hub.connections.all():
+                actor.told_turn_at = now
+                self._send(actor.routing_id, self._beat_of_hub())
+
     def grant(self, now: float) -> None:
-        """Grant leases round robin, a few at a time, until no actor can take more."""
+        """Grant leases round robin, a few at a time, until no actor can take more; none in the learner's turn."""
         ledger, connections = self._hub.ledger, self._hub.connections
-        granted = True
+        granted = self._hub.turns.actors_may_work
         while granted:
             granted = False
             for actor_id in ledger.grant_order():

@@ -16,6 +16,7 @@ import msgspec
 from learner.hub.context.hub_context import HubContext
 from learner.hub.handlers.broadcaster import BroadcastHandler
 from learner.hub.ledger.plan import share_batch
+from learner.hub.ledger.tables.groups import GroupState
 from learner.hub.liveness.ranks import Finding
 from learner.hub.observers.counters import all_dropped, all_equal
 from streamrl.errors import StreamrlError, WireError
@@ -65,6 +66,7 @@ class RankHandler:
         self._shares: dict[int, BatchShare] = {}
         self._stop_reason: str | None = None
         self._evals: set[int] = set()
+        self._eval_waited_for: int | None = None  # its version
         self._warned, self._counts_before = False, hub.ledger.counts.copy()
         self._cuts: deque[tuple[int, int]] = deque(maxlen=8)  # (version, its record in the log) of the last batches
         # (record, sender, message, what to do once the log has that record on the disk), in order
@@ -126,6 +128,8 @@ class RankHandler:
                     message.dataset,
                 )
                 self._evals.add(message.eval_id)
+                if message.waits:
+                    self._eval_waited_for = message.version
             case SnapshotRequest():
                 state = ledger.freeze(message.version)
                 self._hub.log.frozen(message.version, state)
@@ -212,11 +216,28 @@ class RankHandler:
             # Rank 0's StepDone and Publish precede its request on one connection: the ledger is up to date by now.
             elif 0 in self._requested_at:
                 self._cut()
-        for rank in self._requested_at.keys() & self._shares.keys():
+        self._take_turns()
+        for rank in self._requested_at.keys() & self._shares.keys() if self._hub.turns.learner_may_work else ():
             self._send(rank, self._shares.pop(rank))
             del self._requested_at[rank]
         for eval_id in list(self._evals):
             self._finish_eval(eval_id)
+
+    def _take_turns(self) -> None:
+        """Begin the learner's turn once actors have nothing left to do for it, and theirs once it needs more."""
+        hub, ledger = self._hub, self._hub.ledger
+        if not hub.turns.is_on:
+            return
+        if self._shares:
+            if not self._evals and not ledger.groups.num(GroupState.LEASED):
+                hub.turns.to_learner()
+            return
+        all_wait = len(self._requested_at) == len(hub.settings.dp_ranks)
+        version = self._version if all_wait else self._eval_waited_for
+        manifest = hub.weights.manifest
+        if version is not None and manifest is not None and manifest.ref.version >= version:
+            self._eval_waited_for = None
+            hub.turns.to_actors()
 
     def _cut(self) -> None:
         ledger, settings = self._hub.ledger, self._hub.settings
@@ -268,6 +289,8 @@ class RankHandler:
     def _wait_reason(self, now: float) -> str:
         """Return what the learner waits for, as a sentence; "" while it does not wait."""
         ledger = self._hub.ledger
+        if self._shares and (holding := self._hub.turns.holding()):
+            return f"{len(holding)} actors finish their work and give their engines' memory back"
         if self._requested_at:
             return ledger.wait_reason(now)
         evaluation = ledger.evals.get(min(self._evals)) if self._evals else None

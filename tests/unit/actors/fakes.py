@@ -165,6 +165,7 @@ class FakeClient:
         self.installed: list[VersionRef] = []
         self.reports: list[Installed] = []
         self.free_at_reports: list[int] = []
+        self.released: list[int] = []
         self.progress = Progress()
         self.drained_with: tuple[int, tuple[Any, ...]] | None = None
         self.closed = False
@@ -181,6 +182,9 @@ class FakeClient:
         self.installed.append(message.target)
         self.reports.append(message)
         self.free_at_reports.append(self.progress.free)
+
+    def report_released(self, turn: int) -> None:
+        self.released.append(turn)
 
     def update(self, progress: Progress) -> None:
         self.progress = progress
@@ -250,6 +254,7 @@ class Actor:
         self.worker = Worker(self.client, self._build, **({"clock": clock} if clock else {}))  # type: ignore[arg-type]
         self._max_leases = max_leases
         self.fits: Callable[[Welcome], bool] = lambda welcome: True
+        self.turn = 0
         self.life: asyncio.Future[LinkClosed] = asyncio.get_running_loop().create_future()
 
     def _build(self, welcome: Welcome) -> ActorRuntime:
@@ -264,6 +269,7 @@ class Actor:
             protocol=1, run_id="r", learner_epoch=1, version=ref.version, lineage=(), limits=self.limits, task=b"{}",
             layout=self.weights.layout, manifest=self.weights.manifest(ref), offers=(), pull_token=bytes(16),
             assets_nbytes=0, assets_digest=bytes(16), settled_upto=0, settled=(), durable_upto=0, durable=(), held=(),
+            turn=self.turn,
         )
 
     async def announce(self, ref: VersionRef) -> None:

@@ -429,7 +429,7 @@ def run_of(hub: ScriptedHub) -> SimpleNamespace:
     )
     return SimpleNamespace(
         config=hub.config, step=0, version=0, eval_lost=False, evaluations=evaluations,
-        trainer=SimpleNamespace(clock=clock), run_dir=Path(), ranks=Ranks(),
+        trainer=SimpleNamespace(clock=clock), run_dir=Path(), ranks=Ranks(), leave_device=lambda: None,
     )
 
 

@@ -79,15 +79,19 @@ async def test_an_engine_that_woke_generates_from_what_it_was_given_then(make):
         assert all(torch.equal(live[name], tensor) for name, tensor in document(new).items())
 
 
-async def test_memory_in_use_is_not_released():
+async def test_sequences_that_run_or_wait_end_with_an_error_and_the_engine_goes_on():
     model = qwen3()
-    async with engine_for(model) as engine:
-        running = asyncio.ensure_future(engine.generate(request(prompt_of(5), 200, sampling=GREEDY)))
-        while not engine.stats().running:
+    async with engine_for(model, max_num_seqs=1) as engine:
+        jobs = [asyncio.ensure_future(engine.generate(request(prompt_of(5), 200))) for _ in range(2)]
+        while not (engine.stats().running and engine.stats().waiting):
             await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="the engine has 1 sequences, and"):
-            await engine.release()
-        assert len((await running).token_ids) == 200
+        await engine.release()
+        for outcome in await asyncio.gather(*jobs, return_exceptions=True):
+            assert isinstance(outcome, EngineError) and "memory was released" in str(outcome)
+        await engine.install(document(model), V2)
+        assert (await engine.generate(request(prompt_of(5), 9, sampling=GREEDY))).token_ids == truth_greedy(
+            model, prompt_of(5), 9
+        )
 
 
 async def test_what_an_installer_wakes_the_engine_with_is_verified_and_probed():
