@@ -14,6 +14,7 @@ from learner.fit.models import config_of_model
 from learner.fit.proposal import LARGE_BATCH
 from streamrl.config.devices import (
     BUDGET,
+    COMPILE,
     CONCURRENT,
     NEW_TOKENS,
     ON_HOST,
@@ -26,7 +27,7 @@ from streamrl.config.devices import (
 )
 from streamrl.config.eval_sets import longest_sequence, splits
 from streamrl.config.load import Loaded
-from streamrl.config.schema import Config
+from streamrl.config.schema import Config, LearnerConfig
 from streamrl.errors import ConfigError, in_one_line
 from streamrl.gpus import gpu_of, visible_gpus
 from streamrl.weights.transport import load_transport
@@ -51,7 +52,8 @@ def choose(loaded: Loaded, device: torch.device, notify: Callable[[str], None]) 
     if model is not None and loaded.open:
         notify("counting the memory of a step to choose its size")
         limit = total * (where.learner_share or config.learner.gpu_memory_share or 1.0)
-        found = plan(loaded, model, limit=limit, engine=share * total, notify=notify)
+        why_not = why_not_compiled(config.learner, device) if COMPILE in loaded.open else ""
+        found = plan(loaded, model, limit=limit, engine=share * total, why_not_compiled=why_not, notify=notify)
     no_room = _no_room(model, share * total) if model is not None else ""
     refused = dict[str, str]()
     for key, names in [(one.key, one.value) for one in loaded.choices if one.key.endswith(".transports")]:
@@ -64,12 +66,14 @@ def choose(loaded: Loaded, device: torch.device, notify: Callable[[str], None]) 
 
 
 def plan(
-    loaded: Loaded, model: Any, *, limit: float, engine: float, notify: Callable[[str], None] = lambda _: None
+    loaded: Loaded, model: Any, *, limit: float, engine: float, why_not_compiled: str = "",
+    notify: Callable[[str], None] = lambda _: None,
 ) -> list[Choice]:
     """The first candidate that fits a learner rank, or the smallest one.
 
     Args:
         limit: bytes that the rank may take of its GPU. engine: those of one of the engine's GPUs.
+        why_not_compiled: why layers cannot be compiled; empty if they can.
     """
     config, open_keys, rank = loaded.config, loaded.open, None
     positions = getattr(model.get_text_config(), "max_position_embeddings", None) or CONTEXTS[0]
@@ -88,6 +92,7 @@ def plan(
         Choice(NEW_TOKENS, sampling.max_new_tokens, f"sequences of {longest:,} tokens, the model has {positions:,}"),
         Choice(BUDGET, one.learner.max_tokens_per_device, need),
         Choice(RECOMPUTE, one.policy.gradient_checkpointing, need),
+        Choice(COMPILE, not why_not_compiled, why_not_compiled or "the learner's GPU compiles a small function"),
     ]
     if CONCURRENT in open_keys:
         room = engine_memory(model, 2 * num_parameters(model), engine, gpus_per_engine(config)).sequences(longest)
@@ -122,6 +127,18 @@ def _candidates(loaded: Loaded, positions: int) -> Iterator[Config]:
             one.rollout.train.sampling.max_new_tokens, one.learner.max_tokens_per_device = new_tokens, budget
             one.policy.gradient_checkpointing = recompute
             yield one
+
+
+def why_not_compiled(learner: LearnerConfig, device: torch.device) -> str:
+    """Why layers cannot be compiled for the device, or nothing; found with a small function and its gradient."""
+    if learner.mesh.tensor > 1:
+        return "learner.mesh.tensor divides layers that are not compiled"
+    try:
+        values = torch.ones(8, device=device, requires_grad=True)
+        torch.compile(lambda x: torch.nn.functional.silu(x) * x)(values).sum().backward()
+    except Exception as error:  # of a compiler, a driver, a package that is missing: none is worth a run
+        return f"nothing compiles on {device} ({in_one_line(error)[:120]})"
+    return ""
 
 
 def _no_room(model: Any, engine: float) -> str:

@@ -15,9 +15,9 @@ from streamrl.gpus import Placement, place, usable_gpus
 
 AUTO, ON_HOST = ["auto"], ("shm", "zmq")
 """Transports by device, and those that need none."""
-PLANNED = NEW_TOKENS, BUDGET, RECOMPUTE, CONCURRENT = (
+PLANNED = NEW_TOKENS, BUDGET, RECOMPUTE, COMPILE, CONCURRENT = (
     "rollout.train.sampling.max_new_tokens", "learner.max_tokens_per_device", "policy.gradient_checkpointing",
-    "actors.num_concurrent",
+    "learner.compile", "actors.num_concurrent",
 )
 """Settings that the planner (`learner.fit`) chooses for a model on a GPU; elsewhere their defaults hold."""
 CANDIDATE_BYTES = 116

@@ -71,7 +71,7 @@ class LearnerConfig:
     GPU in half precision, else sdpa."""
     compile: bool = False
     """Compile every decoder layer of the policy with torch.compile: the first steps are slow, later ones faster; a
-    critic of `critic.kind=model` is not compiled."""
+    critic of `critic.kind=model` is not compiled. Where nothing sets it, a GPU that can compile does (docs/gpu.md)."""
     reduce_once: bool = False
     """Add the gradients of all ranks up once per optimizer step instead of after every micro-batch: less traffic, and 4
     bytes more of memory for each parameter on every rank."""

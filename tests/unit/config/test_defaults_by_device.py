@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import yaml
 
 from actors.settings import local_settings, settings_here
 from learner import __main__ as learner_main
-from learner.fit.by_device import choose, plan
+from learner.fit.by_device import choose, plan, why_not_compiled
 from learner.fit.estimate import GIB
 from learner.fit.models import config_of_model
 from streamrl.cli import launch as launch_command
@@ -104,7 +105,7 @@ def test_a_strangers_launch_names_vllm_and_the_transports(machine, tmp_path, mon
 
 def test_what_an_experiment_or_a_word_gives_is_not_open(machine):
     machine(1, "vllm")
-    assert load_with_choices(["experiment=smollm2", "actors={num_concurrent: 9}"]).open == [*PLANNED[1:3]]
+    assert load_with_choices(["experiment=smollm2", "actors={num_concurrent: 9}"]).open == [*PLANNED[1:4]]
 
 
 @pytest.mark.shows("rollout.train.sampling.max_new_tokens", "learner.max_tokens_per_device")
@@ -115,9 +116,23 @@ def test_the_planner_takes_the_longest_answers_and_the_largest_step_that_fit(mac
     roomy = values(plan(loaded, read, limit=80 * GIB, engine=40 * GIB))
     assert roomy == {
         "rollout.train.sampling.max_new_tokens": 4096 - 1024, "learner.max_tokens_per_device": 16384,
-        "policy.gradient_checkpointing": False, "actors.num_concurrent": 256,
+        "policy.gradient_checkpointing": False, "learner.compile": True, "actors.num_concurrent": 256,
     }
     assert values(plan(loaded, read, limit=0, engine=0))["policy.gradient_checkpointing"] is True  # the smallest of all
+
+
+@pytest.mark.shows("learner.compile")
+def test_layers_are_compiled_where_a_small_function_is(machine, model, monkeypatch):
+    machine(1)
+    loaded, eager = load_with_choices([f"policy.model_path={model}"]), partial(torch.compile, backend="eager")
+    with monkeypatch.context() as compiles:
+        compiles.setattr("torch.compile", eager)
+        assert why_not_compiled(loaded.config.learner, torch.device("cpu")) == ""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # it is not: the function cannot be compiled
+    found = {one.key: one for one in choose(loaded, torch.device("cuda"), print)}["learner.compile"]
+    assert not found.value and not loaded.config.learner.compile and "nothing compiles on cuda (" in found.why
+    loaded.config.learner.mesh.tensor = 2
+    assert "learner.mesh.tensor" in why_not_compiled(loaded.config.learner, torch.device("cpu"))
 
 
 def test_answers_end_where_a_row_or_the_engine_ends(machine, model):
