@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "bench" / "results"
 IMAGES = ROOT / "docs" / "images"
 AGES = (
-    ("tiny model, strings, rate 3e-4", 3e-4, [ROOT / "docs/results/staleness-real/results.jsonl"]),
+    ("tiny model, strings, rate 3e-4", 3e-4, sorted((RECORDS / "staleness_real").glob("ages-*.jsonl"))),
     ("SmolLM2-135M, sums, rate 2e-5", 2e-5, sorted((RECORDS / "staleness_real").glob("smollm2-lags-*.jsonl"))),
 )
 """Panels of the first picture: title, learning rate, records."""
@@ -78,12 +78,14 @@ def draw_ages(panels: Mapping[str, Mapping[str, Mapping[int, Spread]]], path: Pa
     """A panel for each task: a line for each correction."""
     figure, all_axes = _figure(len(panels))
     for axes, (title, arms) in zip(all_axes, panels.items(), strict=True):
+        lags = sorted({lag for by_lag in arms.values() for lag in by_lag})
         for name, by_lag in arms.items():
             spreads = by_lag.values()
-            axes.errorbar(list(by_lag), [one.mean for one in spreads], [one.deviation for one in spreads], marker="o",
-                          capsize=3, label=SHOWN[name], color=f"C{list(SHOWN).index(name)}")
+            axes.errorbar([lags.index(lag) for lag in by_lag], [one.mean for one in spreads],
+                          [one.deviation for one in spreads], marker="o", capsize=3, label=SHOWN[name],
+                          color=f"C{list(SHOWN).index(name)}")
         axes.set(title=title, xlabel="optimizer steps between sampling and training", ylim=(0, 1.02))
-        axes.set_xticks(sorted({lag for by_lag in arms.values() for lag in by_lag}))
+        axes.set_xticks(range(len(lags)), lags)
     all_axes[0].set_ylabel("score on held-out prompts")
     named = {name: line for axes in all_axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=4)
