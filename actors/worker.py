@@ -235,7 +235,7 @@ class Worker:
             self._spawn(self._build(welcome))
 
     async def _give_memory_back(self) -> bool:
-        """For the learner's turn: leases that are left go to others."""
+        """Hand leases back for the learner's turn: others get them."""
         self._leases.hand_back(ReturnReason.DRAIN, "it is the learner's turn")
         try:
             runtime = await self._handle.if_begun()

@@ -202,7 +202,7 @@ def nccl(args: argparse.Namespace, floors: Floors) -> list[dict]:
 
 
 def ranks(args: argparse.Namespace, floors: Floors) -> list[dict]:
-    """In a process of its own, which may end though a thread is left inside NCCL."""
+    """Run it in a process of its own, which may end though a thread is left inside NCCL."""
     words = ["--dry-run"] if DRY_RUN else []
     subprocess.run([sys.executable, "-m", "bench.gpu_nccl", *words, "--repeats", str(args.repeats)], check=True)
     return []

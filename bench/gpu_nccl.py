@@ -42,7 +42,7 @@ ROOT = Path(__file__).parent.parent
 ALLOW = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}
 FORM_S = 60.0
 DEADLINE_S = 0.5 if DRY else 5.0
-"""Of what is meant to fail."""
+"""Deadline of a step that is meant to fail."""
 
 
 class Member:

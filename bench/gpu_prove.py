@@ -162,7 +162,7 @@ STEPS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 async def _with_engine(args: argparse.Namespace, most: int, measure: Callable, longest: int = 1024) -> dict[str, Any]:
-    """What `measure` finds with an engine that holds the model's weights."""
+    """Run `measure` with an engine that holds the model's weights."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -42,7 +42,7 @@ class Turns:
 
     @property
     def actors(self) -> bool:
-        """Whether it is the actors' turn, or there are no turns."""
+        """Tell whether it is the actors' turn, or there are no turns."""
         return self._actors.is_set()
 
     async def until_actors(self) -> None:

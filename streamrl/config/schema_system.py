@@ -315,7 +315,7 @@ class TrackingConfig:
 
 
 TURNS = "turns"
-"""Of `launch.share_gpus`."""
+"""The value of `launch.share_gpus` for turns."""
 
 
 @dataclass
@@ -347,7 +347,7 @@ class LaunchConfig:
 
     @property
     def by_turns(self) -> bool:
-        """Whether actors and learner take turns with the memory of their GPUs."""
+        """Tell whether actors and learner take turns with the memory of their GPUs."""
         return self.share_gpus == TURNS
 
 

@@ -105,7 +105,7 @@ class Welcome(Message):
     base: Base | None = None
     """What `layout` and `manifest` are an adapter of; None if they are the whole model."""
     turn: U64 = 0
-    """As in HubHeartbeat."""
+    """The turn, as in HubHeartbeat."""
 
 
 SLOW_CALL_S = 10.0
@@ -167,7 +167,7 @@ class HubHeartbeat(Message):
     min_useful: VersionRef
     waiting_for: Annotated[str, Meta(max_length=128)]
     turn: U64 = 0
-    """Where actors and learner take turns on a GPU: odd is the learner's, even the actors'. 0: all work at once."""
+    """The turn, where a GPU is shared so: odd is the learner's, even the actors'. 0: all work at once."""
 
 
 @message(7, TO_ACTOR)

@@ -34,7 +34,7 @@ Decode = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 class Capture(Protocol):
-    """How a pass is captured."""
+    """A way to capture a pass."""
 
     def __call__(self, work: Work) -> Work:
         """Capture `work`, which reads and writes tensors that stay; the result repeats it on what they hold then."""

@@ -35,7 +35,7 @@ class Connection:
     max_leases: int = 1
     """0 for a relay, which never generates."""
     turn: int = 0
-    """As in its last heartbeat."""
+    """The turn that its last heartbeat named."""
     told_turn_at: float = 0.0
     """When it was first told of the turn that it is."""
 

@@ -35,7 +35,7 @@ class Turns:
 
     @property
     def learner_may_work(self) -> bool:
-        """Whether no engine holds memory that the learner needs."""
+        """Tell whether no engine holds memory that the learner needs."""
         return not self.is_on or (not self.actors_may_work and not self.holding())
 
     def to_actors(self) -> None:

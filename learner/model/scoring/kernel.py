@@ -69,7 +69,7 @@ def _block(width: int) -> int:
 
 @triton.jit
 def _measure(logits, factors, targets, log_sums, logprobs, entropy, width, BLOCK: tl.constexpr):
-    """One row: sums of powers and of powers times logits, relative to the highest logit so far."""
+    """Read one row: sums of powers and of powers times logits, relative to the highest logit so far."""
     row = tl.program_id(0).to(tl.int64)
     own, factor = logits + row * width, tl.load(factors + row)
     highest = tl.load(own) * 0.0 + _LOWEST

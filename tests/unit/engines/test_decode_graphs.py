@@ -67,7 +67,7 @@ KINDS = {
 
 
 class Engine:
-    """What `NativeEngine` does on its thread, one step at a time."""
+    """The work of `NativeEngine` on its thread, one step at a time."""
 
     def __init__(
         self, capture: Any, *, own_code: bool = False, int8: bool = False, dtype: torch.dtype = torch.float32,
@@ -146,7 +146,7 @@ def parts(outcome: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_schedules_give_what_the_passes_give_bit_for_bit(kind, monkeypatch):
-    """Of passes of the same shape: a product of more rows may sum in another order, so those without padding are near.
+    """Compare passes of one shape: a product of more rows may sum in another order, so those without padding are near.
 
     Sequences join late and early, alone and as members of groups, end and are aborted, over installs in between.
     """
@@ -246,7 +246,7 @@ def test_what_a_graph_cannot_repeat_is_found(reason):
 
 
 def mixture() -> torch.nn.Module:
-    """Its experts are chosen by what a token is."""
+    """A model whose experts are chosen by what a token is."""
     torch.manual_seed(0)
     return MixtralForCausalLM(MixtralConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
