@@ -28,7 +28,7 @@ class Turns:
         release: ends leases, and has the engine give its memory back, if there is one; returns whether it has.
         wake: called when the actors' turn begins.
         report: tells the hub the turn that memory was released for.
-        spawn: runs `release` beside what the caller does.
+        spawn: runs `release` concurrently with the caller.
     """
 
     def __init__(

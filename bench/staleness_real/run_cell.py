@@ -1,4 +1,4 @@
-"""One cell: a run of `streamrl launch`, then what is kept of its record."""
+"""Run a cell by `streamrl launch`, and keep what the tables need of its record."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _STRIDE = 0x9E3779B97F4A7C15
 
 
 def probe_tokens(model_dir: Path, vocab_size: int, most: int) -> list[int]:
-    """At most `most` token ids, at least 4; the same for the same model."""
+    """Return at most `most` token ids, at least 4; the same for the same model."""
     length = max(4, min(most, NUM_TOKENS))
     file = model_dir / "tokenizer.json"
     ids = Tokenizer.from_file(str(file)).encode(TEXT, add_special_tokens=False).ids[:length] if file.exists() else []

@@ -195,19 +195,20 @@ class Versions:
 
         Raises WeightsError: it failed `MOST_TRIES` times; the same on all ranks.
         """
-        for _ in range(MOST_TRIES):
-            if not self._rule.starves(version):
-                return
+        num_tries = 0
+        while self._rule.starves(version):
             with self._clock.timed("publish"):
                 self.settle()
             if not self._failed:
                 return
+            if num_tries == MOST_TRIES:
+                raise WeightsError(
+                    f"version {version} could not be published in {num_tries} more tries, and no batch can come "
+                    "without it: the log says why; then resume the run"
+                )
+            num_tries += 1
             log.warning("actors can generate nothing more without version %s: it is published again", version)
             self.publish(version)
-        raise WeightsError(
-            f"version {version} could not be published in {MOST_TRIES} tries, and no batch can come without it: the "
-            "log says why; then resume the run"
-        )
 
     def settle(self) -> None:
         """Wait until the last version is written and announced."""

@@ -1,4 +1,4 @@
-"""A run by turns: learner and engine never hold memory at once, whichever process is killed in whichever state."""
+"""A run by turns: the engine gives its memory back each time, and a process killed in any state costs nothing."""
 
 import re
 

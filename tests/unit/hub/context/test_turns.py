@@ -1,4 +1,4 @@
-"""Whose turn it is, by what the hub has heard."""
+"""The hub begins turns by what it has heard of actors and ranks."""
 
 from learner.hub.context.connections import Connection, Connections
 from learner.hub.context.turns import Turns
