@@ -97,9 +97,8 @@ class BatchCutter(Part):
             return None
         self.looked_at = version
         # L2 again: what was fresh on arrival has aged while it was held.
-        for record in self.groups.in_state(GroupState.HELD):
-            if self.lag.is_stale(record, version):
-                self.lifecycle.expire_stale(record)
+        for record in self.lag.stale_held(version):
+            self.lifecycle.expire_stale(record)
         if self.groups.num(GroupState.HELD) < self.lag.num_to_cut:
             return None
         batch: list[GroupRecord] = []

@@ -160,6 +160,7 @@ class GroupTable:
         self.done_below = num_trained  # every group with a smaller number has ended, in a published checkpoint
         self.num_trained = num_trained
         self.num_dropped = 0
+        self.decisive_versions: dict[int, int] = {}  # of held groups, by `LagBounds`; `move` forgets them
         self._order: list[int] = []  # ids of live groups, ascending
         self._overtakers: set[int] = set()  # trained groups with a larger number than the oldest live one
         self._by_state: dict[GroupState, set[int]] = {state: set() for state in GroupState}
@@ -176,6 +177,7 @@ class GroupTable:
         assert state in _LEGAL[record.state], f"group {record.group_id}: {record.state.name} -> {state.name} is illegal"
         self._by_state[record.state].discard(record.group_id)
         self._by_state[state].add(record.group_id)
+        self.decisive_versions.pop(record.group_id, None)
         record.state = state
 
     def settle(self, record: GroupRecord, state: GroupState, reason: str = "") -> None:

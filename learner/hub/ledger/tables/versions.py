@@ -12,6 +12,7 @@ from streamrl.messages import Lineage, VersionRef
 from streamrl.messages.validate import MemberSummary
 
 MAX_LINEAGE = 1024  # epochs: as many as a WELCOME may list
+NEVER, ALWAYS = -(1 << 62), 1 << 62  # below and above every version
 
 
 class Versions:
@@ -161,12 +162,31 @@ class LagBounds:
 
     def is_stale(self, record: GroupRecord, version: int, members: Iterable[MemberSummary] | None = None) -> bool:
         """Return whether a token of its members, or of these, is too old (L2); with masking, every token of one."""
-        oldest = self.rule.oldest_trainable(version, self.of(record))
-        decisive = max if self._masks_old_tokens else min  # of a member's tokens
-        return any([
-            decisive([span.version for span in one.spans], default=oldest - 1) < oldest
-            for one in (record.members.values() if members is None else members)
-        ])
+        decisive = self._decisive(record) if members is None else self._decisive_of(members)
+        return decisive < self.rule.oldest_trainable(version, self.of(record))
+
+    def stale_held(self, version: int) -> list[GroupRecord]:
+        """List the held groups that are too old for a batch of this version, in dispatch order."""
+        # No group has a narrower bound than today's: one look at a number settles nearly all of a long queue.
+        oldest = self.rule.oldest_trainable(version, self.rule.max_lag)
+        return [
+            record for record in self._groups.in_state(GroupState.HELD)
+            if self._decisive(record) < oldest and self.is_stale(record, version)
+        ]
+
+    def _decisive(self, record: GroupRecord) -> int:
+        """The version that decides on a group, found once for as long as it stays in its state."""
+        noted = self._groups.decisive_versions
+        if record.state is not GroupState.HELD:
+            return self._decisive_of(record.members.values())
+        if record.group_id not in noted:
+            noted[record.group_id] = self._decisive_of(record.members.values())
+        return noted[record.group_id]
+
+    def _decisive_of(self, members: Iterable[MemberSummary]) -> int:
+        """The smallest over members of the version that decides on one; a member without a token is always too old."""
+        decisive = max if self._masks_old_tokens else min
+        return min((decisive([span.version for span in one.spans], default=NEVER) for one in members), default=ALWAYS)
 
     def held(self, record: GroupRecord, version: int | None = None) -> HeldGroup:
         """Return a complete group as it would be trained at this version, or now."""

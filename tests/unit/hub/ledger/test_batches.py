@@ -10,7 +10,7 @@ from learner.hub.ledger.plan import plan_batch
 from learner.hub.ledger.tables.filters import accuracy_range, first_of, zero_std
 from learner.hub.ledger.tables.groups import HeldGroup, HeldMember
 from streamrl.messages import VersionRef
-from tests.unit.hub.factories import STEADY, end_batch, joined, make_ledger, train
+from tests.unit.hub.factories import STEADY, cut, end_batch, joined, make_ledger, publish, train
 
 
 def held(group_id: int, *, tokens: int = 10, rewards=(0.0, 1.0), scores=None) -> HeldGroup:
@@ -54,6 +54,28 @@ def test_a_stale_group_never_reaches_a_batch(on_stale):
     again = [lease.ref for lease in other.ask()] + [lease.ref for lease in actor.ask()]
     assert ((0, 1) in again) == (on_stale == "reissue")
     assert counts["num_groups_dropped"] == (on_stale == "drop")
+
+
+def test_a_group_that_aged_in_the_queue_is_judged_anew_when_it_comes_back():
+    ledger = make_ledger(groups_per_batch=1, eta=1, window=2, max_lag=1, on_stale="reissue")
+    actor, other = joined(ledger, "a1", slots=1), joined(ledger, "a2", slots=8)
+    (first,) = actor.ask()
+    other.finish(other.ask()[0])
+    train(ledger)
+    other.install(1)
+    other.finish(other.ask()[0])
+    assert cut(ledger) is not None  # in training, while the next batch is cut ahead
+    actor.finish(first, versions=[(1, 0)] * 3)  # fresh enough on arrival
+
+    assert ledger.cut_batch(2) is None
+    end_batch(ledger, 2)
+    publish(ledger, VersionRef(1, 2))
+    actor.install(2)
+    (again,) = actor.ask()
+    assert again.ref == (0, 1)
+    actor.finish(again, versions=[(1, 2)] * 3)
+
+    assert train(ledger) == [0]
 
 
 def test_masking_trains_the_young_suffix_of_an_old_sequence():
