@@ -31,6 +31,7 @@ from learner.checkpoint.model_files import ModelFiles
 from learner.checkpoint.shards import ShardReader, read_training_tensors, reshard, training_tensors
 from learner.data.layout import PackedLayout
 from learner.data.packing import MicroBatch
+from learner.data.transfer import on_host
 from learner.model.attention.packed import decoder_of, packed_states, registered
 from learner.model.gradients import optimizer_step
 from learner.model.optimizer import Schedule, make_optimizer, make_schedule
@@ -122,11 +123,14 @@ class Critic:
         """
         parts = [[batch.to(self._ranks.device) for batch in minibatch] for minibatch in minibatches]
         batches = list(chain.from_iterable(parts))
-        count, size, moments, explained = self._before(batches, targets_of)
+        goals = [
+            [goal for batch in part if batch.trajectory_ids for goal in on_host(targets_of(batch))] for part in parts
+        ]
+        count, size, moments, explained = self._before(list(chain.from_iterable(goals)))
         start = self._normalize(moments)
         counted = [(batches, size)]
         if self._by_minibatch:
-            counted = [(part, self._before(part, targets_of)[1]) for part in parts]
+            counted = [(part, self._before(own)[1]) for part, own in zip(parts, goals, strict=True)]
         first_loss, self._num_clipped = 0.0, torch.zeros((), device=self._ranks.device)
         for turn in range(self._num_steps):
             for part, part_size in counted:
@@ -233,20 +237,16 @@ class Critic:
         actions, _ = dueling_q(values[None], advantages, seen.all_logprobs[None], batch.targets[None])
         return values, actions[0]
 
-    def _before(
-        self, batches: Sequence[MicroBatch], targets_of: Callable[[MicroBatch], Targets]
-    ) -> tuple[float, float, Tensor, tuple[float, float, float, float]]:
+    def _before(self, goals: Sequence[Targets]) -> tuple[float, float, Tensor, tuple[float, float, float, float]]:
         """Trained tokens of all ranks, and what losses are divided by (at least 1 each); 1, mean and mean square of the
         targets; measures of the values."""
         own_count, own_rows, sums = 0, 0, torch.zeros(4, 2, dtype=torch.float64)
-        for batch in batches:
-            if batch.trajectory_ids:
-                goal = targets_of(batch)
-                targets, returns, old = (x[goal.trained].double() for x in (goal.targets, goal.returns, goal.old))
-                own_count += old.numel()
-                own_rows += int(goal.trained.any(1).sum())
-                each = torch.stack([targets, targets - old, returns, returns - old])
-                sums += torch.stack([each.sum(1), each.square().sum(1)], dim=1).cpu()
+        for goal in goals:
+            targets, returns, old = (x[goal.trained].double() for x in (goal.targets, goal.returns, goal.old))
+            own_count += old.numel()
+            own_rows += int(goal.trained.any(1).sum())
+            each = torch.stack([targets, targets - old, returns, returns - old])
+            sums += torch.stack([each.sum(1), each.square().sum(1)], dim=1)
         count, rows, *totals = self._ranks.all_reduce([float(own_count), float(own_rows), *sums.flatten().tolist()])
         means = (torch.tensor(totals, dtype=torch.float64) / max(count, 1.0)).reshape(4, 2)
         spread, missed, return_spread, return_missed = (square - mean**2 for mean, square in means.tolist())

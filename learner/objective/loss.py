@@ -145,11 +145,10 @@ def estimated_advantages(tokens: TokenBatch, plan: BatchPlan) -> Advantages:
         "rewards": rewards, "values": outputs.values,
         "bootstrap_values": outputs.bootstrap, "q_values": outputs.action_values, "expected_q": outputs.values,
     }
-    # A recursion over time is thousands of tiny kernels on an accelerator, and one quick loop on the host.
-    given, knobs = _moved(given, "cpu"), _moved(knobs, "cpu")
-    found = _result(estimator(given, **knobs), given["mask"])
-    found = replace(found, returns=_returns(settings, given, knobs.get("gamma", 1.0)))
-    return Advantages(**_moved({name: getattr(found, name) for name in Advantages.__slots__}, mask.device))
+    # The scoring pass calls this with tensors of the host, where a recursion over time is one quick loop: on an
+    # accelerator it would be thousands of tiny kernels.
+    found = _result(estimator(given, **knobs), mask)
+    return replace(found, returns=_returns(settings, given, knobs.get("gamma", 1.0)))
 
 
 def _returns(settings: AdvantageConfig, given: Mapping[str, Any], gamma: float | Tensor) -> Tensor:
@@ -161,10 +160,6 @@ def _returns(settings: AdvantageConfig, given: Mapping[str, Any], gamma: float |
         given["rewards"], given["values"], mask, bootstrap_values=given["bootstrap_values"], gamma=gamma,
         n=max(1, mask.shape[1]),
     ).targets
-
-
-def _moved(values: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
-    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in values.items()}
 
 
 def _result(found: Tensor | Returns | SegmentReturns, mask: Tensor) -> Advantages:

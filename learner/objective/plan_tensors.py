@@ -77,7 +77,7 @@ class PlanTensors:
         """Values `measured` [S] on the trajectories of each micro-batch, as one float64 [P]; a collective call."""
         mine = torch.zeros(len(self.places), dtype=torch.float64)
         for tokens in observed:
-            mine[list(tokens.micro.trajectory_ids)] = measured(tokens).double().cpu()
+            mine[list(tokens.micro.trajectory_ids)] = measured(tokens).double()
         return exchange(self.places, mine, len(self.scores), ranks)
 
 
@@ -275,7 +275,7 @@ def fitted_bounds(
 ) -> ClipBounds:
     """Bounds of a surrogate from log-ratios and advantages [2, n] of the trusted tokens of each micro-batch."""
     # A fit may need the sorted ratios, which no sums can give: every trusted token is exchanged.
-    mine = torch.cat([torch.zeros(2, 0, dtype=torch.float64), *(part.double().cpu() for part in trusted)], dim=1)
+    mine = torch.cat([torch.zeros(2, 0, dtype=torch.float64), *(part.double() for part in trusted)], dim=1)
     gathered = [torch.tensor(flat, dtype=torch.float64).view(2, -1) for flat in ranks.gather(mine.flatten().tolist())]
     ratios, advantages = torch.cat(gathered, dim=1)
     return fit(ratios[None], advantages[None], torch.ones(1, ratios.numel(), dtype=torch.bool), **knobs)
@@ -335,8 +335,8 @@ def _sum_moments(mine: Sequence[float], ranks: Ranks) -> Moments:
 
 def _sums(values: Tensor, mask: Tensor) -> Tensor:
     """Count, sum and sum of squares over action tokens, float64 [3]."""
-    chosen = values[mask].double().cpu()
-    return torch.stack([torch.tensor(float(chosen.numel())).double(), chosen.sum(), chosen.square().sum()])
+    chosen = values[mask].double()
+    return torch.stack([mask.sum().double(), chosen.sum(), chosen.square().sum()])
 
 
 def places_of(trajectories: Sequence[Trajectory], plan: Sequence[PlanRow], rank: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from learner.data.packing import MicroBatch
 from learner.data.resized import dealt
+from learner.data.transfer import on_device, on_host
 from learner.model.critic import Critic
 from learner.model.networks import FrozenPolicy
 from learner.model.policy import Inspect, Inspected, Policy
@@ -21,6 +22,7 @@ from learner.objective import plan_tensors
 from learner.objective.loss import estimated_advantages, shaped_advantages, token_masks
 from learner.objective.options import WEIGHTED_BASELINES
 from learner.objective.plan import BatchPlan
+from learner.objective.plan_tensors import MicroBatchKey
 from learner.objective.token_batch import POLICY, SQUARE_NORMS, VALUES, PassOutputs, TokenBatch
 from learner.objective.whitening import whitened_in_groups
 from learner.ranks.mesh import Ranks
@@ -61,19 +63,26 @@ def with_outputs(plan: BatchPlan, observed: Sequence[tuple[MicroBatch, PassOutpu
     # An empty micro-batch only keeps this rank in step with the others' collectives.
     found = {batch.trajectory_ids: (batch, outputs) for batch, outputs in observed if batch.trajectory_ids}
     plan = replace(plan, outputs={key: outputs for key, (_, outputs) in found.items()})
-    if plan.objective.regularizers.centers_teacher:
-        plan = replace(plan, teacher_mean=plan_tensors.teacher_mean(list(found.values()), ranks))
-    if POLICY not in plan.objective.needs:
+    centers, fits = plan.objective.regularizers.centers_teacher, POLICY in plan.objective.needs
+    # Fitted on the host: on a device each selection of tokens and each sum would be waited for.
+    host = {key: tuple(on_host(*pair)) for key, pair in found.items()} if centers or fits else {}
+    if centers:
+        plan = replace(plan, teacher_mean=plan_tensors.teacher_mean(list(host.values()), ranks))
+    if not fits:
         return plan
-    scored = []
-    for batch, outputs in found.values():
-        assert outputs.policy is not None, "the scoring pass brought no log-probs of the policy"
-        scored.append(plan.tokens(batch, outputs.policy))
-    return _fitted(plan, scored, ranks)
+    fitted = _fitted(replace(plan, outputs={key: outputs for key, (_, outputs) in host.items()}), host, ranks)
+    advantages = {key: on_device(one, found[key][0].mask.device) for key, one in fitted.advantages.items()}
+    return replace(fitted, outputs=plan.outputs, advantages=advantages)
 
 
-def _fitted(plan: BatchPlan, observed: Sequence[TokenBatch], ranks: Ranks) -> BatchPlan:
+def _fitted(
+    plan: BatchPlan, host: Mapping[MicroBatchKey, tuple[MicroBatch, PassOutputs]], ranks: Ranks
+) -> BatchPlan:
     """Fix what depends on the policy's log-probs of the whole batch."""
+    observed = []
+    for batch, outputs in host.values():
+        assert outputs.policy is not None, "the scoring pass brought no log-probs of the policy"
+        observed.append(plan.tokens(batch, outputs.policy))
     objective = plan.objective
     advantage, estimator, regularizers = objective.advantage, objective.estimator, objective.regularizers
     # The order matters: rewards are shaped before a baseline looks at them, and advantages are whitened last.

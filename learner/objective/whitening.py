@@ -43,7 +43,7 @@ def whitened_in_groups(
     for tokens in observed:
         key, mask = tokens.micro.trajectory_ids, tokens.mask
         moments = Moments(*(
-            of_rows[list(key)][:, None].to(mask.device)
+            of_rows[list(key)][:, None]
             for of_rows in (count, total, squares)
         ))
         values = whiten(

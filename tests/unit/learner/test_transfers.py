@@ -1,4 +1,4 @@
-"""The host's waits for the device in a step: none in a pass, one a micro-batch for its statistics."""
+"""The host's waits for the device in a step: none in a pass, one a micro-batch for its statistics or its scores."""
 
 from dataclasses import fields, replace
 
@@ -10,6 +10,7 @@ from torch import Tensor
 import learner.trainer
 import streamrl
 from learner.data.packing import MicroBatch
+from learner.model.critic import Critic
 from learner.objective.statistics import StepStatistics
 from streamrl import recorded_group
 from tests.kit.learning import tiny_checkpoint
@@ -68,9 +69,12 @@ def batches(num_steps):
     (), ("algorithm=dapo",), ("algorithm=extreme_lag",), ("algorithm=impala",),
     ("algorithm=grpo", "kl.mode=k2_is", "kl.coef=0.1", "staleness.mode=mask_old_tokens"),
     ("shadow.algorithms=[vespo,grpo]",),
+    ("algorithm=vtrace", "advantage.whiten=batch", "advantage.rho_bar_ess_target=0.5"),
+    ("algorithm=grpo", "advantage.baseline=opob", "advantage.scale=none", "advantage.whiten=batch"),
+    ("algorithm=ppo", "kl.mode=reward_k1", "kl.coef=0.1", "critic.by_minibatch=true", "learner.num_minibatches=2"),
 ], ids=" ".join)
 def test_a_micro_batch_is_read_once_and_no_pass_waits(monkeypatch, tmp_path, words):
-    passes, finished = [], []
+    passes, finished, scored, fitted = [], [], [], []
 
     def counted(function, into):
         def call(*args, **kwargs):
@@ -86,6 +90,8 @@ def test_a_micro_batch_is_read_once_and_no_pass_waits(monkeypatch, tmp_path, wor
     }))
     monkeypatch.setattr(learner.trainer, "forward_backward", counted(learner.trainer.forward_backward, passes))
     monkeypatch.setattr(StepStatistics, "finish", counted(StepStatistics.finish, finished))
+    monkeypatch.setattr(learner.trainer, "score_batch", counted(learner.trainer.score_batch, scored))
+    monkeypatch.setattr(Critic, "fit", counted(Critic.fit, fitted))
     lengths = "rollout.max_prompt_tokens=8", "rollout.train.sampling.max_new_tokens=16"
     sizes = "learner.max_tokens_per_device=40", "trainer.num_steps=4"
     trainer = streamrl.Trainer(tiny_checkpoint(tmp_path / "model"), [*lengths, *sizes, *words])
@@ -94,4 +100,7 @@ def test_a_micro_batch_is_read_once_and_no_pass_waits(monkeypatch, tmp_path, wor
         metrics = trainer.train(groups)
         assert (num_micro := len(passes) - num_passes) >= 3 and set(passes[num_passes:]) == {0}, passes
         assert 1 <= finished[-1] <= num_micro, (finished, metrics)
+        assert scored[-1] <= num_micro, (scored, words)
+        # With the critic's loss on each of up to two minibatches, and how many of its values were clipped.
+        assert not fitted or fitted[-1] <= num_micro + 3, (fitted, words)
         num_passes = len(passes)
