@@ -22,6 +22,11 @@ from streamrl.messages import Sampling
 from streamrl.messages.validate import LARGEST_SET
 
 _BLOCK = 512  # ids
+_PIECE, _PIECE_CUDA = 1 << 21, 1 << 24
+"""Logits that are looked at together, for each thread or on a GPU: few at a time, in memory that is used again.
+
+A GPU gets more because each piece is some 25 kernels to launch.
+"""
 
 
 class SamplingPlan:
@@ -35,6 +40,8 @@ class SamplingPlan:
             rows = [row for row, flag in enumerate(flags) if flag]
             return torch.tensor(rows, dtype=torch.int64, device=device) if rows else None
 
+        self._samplings, self._device = samplings, device
+        self._parts: dict[tuple[int, int], SamplingPlan] = {}
         self.greedy_rows = where([s.temperature == 0.0 for s in samplings])
         self.all_greedy = all(s.temperature == 0.0 for s in samplings)
         temperatures = [s.temperature if s.temperature > 0.0 else 1.0 for s in samplings]
@@ -52,6 +59,14 @@ class SamplingPlan:
         self.log_min_p = column([math.log(s.min_p) for s in floored])
         # Without top-k a set may be the whole vocabulary; training always has one (`max_kept`).
         self.bounded = [row for row, s in enumerate(samplings) if 0 < s.top_k <= LARGEST_SET and s.temperature > 0.0]
+
+    def part(self, first: int, end: int) -> SamplingPlan:
+        """The plan of rows first..end (half open)."""
+        if self is _PLAIN_PLAN:
+            return self
+        if (first, end) not in self._parts:
+            self._parts[first, end] = SamplingPlan(self._samplings[first:end], self._device)
+        return self._parts[first, end]
 
 
 def _is_ranked(sampling: Sampling) -> bool:
@@ -115,6 +130,23 @@ def draw(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> Drawn:
         tokens = logits.argmax(dim=-1)
         peak = logits.gather(-1, tokens[:, None])[:, 0].float()
         return Drawn(tokens, peak - peak, {})  # 0.0, but NaN stays NaN
+    if logits.is_cuda:
+        size = _PIECE_CUDA
+    else:
+        size = _PIECE * torch.get_num_threads()
+    count = max(1, size // logits.shape[-1])
+    if len(logits) <= count:
+        return _draw_piece(logits, plan, uniforms)
+    bounds = [(first, min(first + count, len(logits))) for first in range(0, len(logits), count)]
+    drawn = [_draw_piece(logits[a:b], plan.part(a, b), uniforms[a:b]) for a, b in bounds]
+    return Drawn(
+        tokens=torch.cat([piece.tokens for piece in drawn]),
+        logprobs=torch.cat([piece.logprobs for piece in drawn]),
+        sets={a + row: ids for (a, _), piece in zip(bounds, drawn, strict=True) for row, ids in piece.sets.items()},
+    )
+
+
+def _draw_piece(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> Drawn:
     logprobs = processed_logprobs(logits, plan)
     tokens = _invert(logprobs.exp(), torch.from_numpy(uniforms).to(logprobs.device)[:, None])
     picked = logprobs.gather(-1, tokens)[:, 0]

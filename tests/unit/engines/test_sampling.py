@@ -1,6 +1,7 @@
 """The draw: right frequencies, right log-probs, one number per (seed, position)."""
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -8,14 +9,28 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from actors.engines.base import check_sampling
+from actors.engines.native import sampling as native_sampling
 from actors.engines.native.sampling import SamplingPlan, draw, processed_logprobs
 from actors.engines.native.scheduler import StopMatcher, decoder
 from streamrl.errors import RequestError
 from streamrl.messages import Sampling
 from streamrl.messages.seeding import uniforms
-from tests.unit.engines.tiny_models import LETTERS, character_tokenizer, engine_for, prompt_of, qwen3, request, run
+from tests.kit.each import each
+from tests.unit.engines import plain_sampling
+from tests.unit.engines.tiny_models import (
+    GREEDY,
+    LETTERS,
+    character_tokenizer,
+    engine_for,
+    prompt_of,
+    qwen3,
+    request,
+    run,
+)
 
 LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.1, -0.4, 1.9])
 CUTS = [
@@ -133,6 +148,60 @@ def test_the_only_possible_token_of_a_large_vocabulary_is_drawn(likely, number):
     logits[0, likely] = 4.0
     tokens, logprobs, _ = draw(logits, SamplingPlan([Sampling()]), np.array([number]))
     assert tokens.tolist() == [likely] and logprobs.tolist() == [0.0]
+
+
+@each("seed", range(300))
+def test_draws_are_those_of_whole_rows_bit_for_bit(seed):
+    """The reference makes tensors of all rows and the whole vocabulary; here most rows are looked at one by one."""
+    pick = random.Random(seed)
+    numbers_of = torch.Generator().manual_seed(seed)
+    rows, vocab = pick.randrange(1, 13), pick.choice([7, 300, 512, 513, 1024, 1500, 5000])
+    logits = pick.choice([0.1, 3.0, 20.0]) * torch.randn(rows, vocab, generator=numbers_of)
+    if pick.random() < 0.3:
+        logits[torch.rand(rows, vocab, generator=numbers_of) < 0.5] = -math.inf
+    kinds = pick.choice([[Sampling()], [Sampling(0.7)], [Sampling(0.0)], CUTS, [*CUTS, Sampling(0.0), Sampling(1.3)]])
+    samplings = [pick.choice(kinds) for _ in range(rows)]
+    if CUTS[2] not in kinds:  # of equal logits any may be the k-th
+        logits = logits.to(pick.choice([torch.float32, torch.bfloat16]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_sampling, "_PIECE", pick.choice([1, 3 * vocab, 1 << 20]))
+        drawn = draw(logits, SamplingPlan(samplings), numbers(rows, seed))
+
+    expected = plain_sampling.draw(logits, plain_sampling.SamplingPlan(samplings), numbers(rows, seed))
+    assert torch.equal(drawn.tokens, expected.tokens) and torch.equal(drawn.logprobs, expected.logprobs)
+    assert {row: ids.tolist() for row, ids in drawn.sets.items()} == {
+        row: ids.tolist() for row, ids in expected.sets.items()
+    }
+
+
+class Largest(TorchDispatchMode):
+    """Finds how much memory the largest tensor takes that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
+        made = [one for one in tree_leaves(out) if torch.is_tensor(one)]
+        self.nbytes = max([self.nbytes, *(one.nbytes for one in made if one.untyped_storage()._cdata not in given)])
+        return out
+
+
+@pytest.mark.parametrize("samplings", [[Sampling()], [Sampling(0.7)], [GREEDY], [Sampling(), GREEDY]])
+def test_no_tensor_of_all_rows_and_the_whole_vocabulary_is_made(samplings, monkeypatch):
+    rows, vocab = 32, 4096
+    logits = torch.randn(rows, vocab)
+    plan = SamplingPlan([samplings[row % len(samplings)] for row in range(rows)])
+    found = {}
+    for piece in (1, rows * vocab):
+        monkeypatch.setattr(native_sampling, "_PIECE", piece)
+        with Largest() as largest:
+            draw(logits, plan, numbers(rows))
+        found[piece] = largest.nbytes
+    greedy = samplings == [GREEDY]
+    assert found[1] <= vocab * 8 and (found[rows * vocab] >= logits.nbytes or greedy)
 
 
 def test_top_p_keeps_the_token_that_crosses_the_line():
