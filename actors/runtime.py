@@ -91,6 +91,7 @@ class ActorRuntime:
     load: LoadMeter = field(default_factory=LoadMeter)  # of all runners
     group_size: int | None = None  # members of a whole group; None: never more than max_leases
     sets: Mapping[str, EpisodeRunner] = field(default_factory=dict)  # of `eval.datasets`
+    device: str = "cpu"
 
     @property
     def runners(self) -> tuple[EpisodeRunner, ...]:
@@ -242,7 +243,7 @@ def build_runtime(
         usable = device_transports({*config.actors.transports} & {*source.factories}, setting="actors.transports")
         spec = replace(
             engine_spec(config, Path(model_dir), tokenizer), adapter=adapter_spec(welcome),
-            num_device_documents=2 * bool(usable),
+            num_device_documents=2 * bool(usable), takes_turns=welcome.turn > 0,
         )
         engine = build_engine(config.actors.engine, spec)
     renderer = make_renderer(config, tokenizer, end_ids, task)
@@ -264,7 +265,7 @@ def build_runtime(
         engine, installer, *runners, set_welcome=set_welcome,
         max_leases=max_leases(config.actors.num_concurrent, config.rollout.num_responses_per_prompt),
         device_weights=device_weights, fits=lambda later: built_from(later) == built_from(welcome), load=load,
-        group_size=config.rollout.num_responses_per_prompt, sets=sets,
+        group_size=config.rollout.num_responses_per_prompt, sets=sets, device=spec.device,
     )
 
 

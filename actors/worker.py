@@ -119,6 +119,7 @@ class Worker:
         self._jobs: set[asyncio.Task[None]] = set()
         self._turns = Turns(self._give_memory_back, self._take_up, client.report_released, self._spawn)
         self._draining = self._leaving = self._install_waits = self._progress_due = False
+        self._given_back = 0
         self._result: LinkClosed | None = None
         self._failure: LinkClosed | None = None
 
@@ -240,7 +241,8 @@ class Worker:
         try:
             runtime = await self._handle.if_begun()
             if runtime is not None:
-                await release(runtime.engine, runtime.installer)
+                given_back = await release(runtime.engine, runtime.installer, runtime.device)
+                self._given_back = given_back if given_back is not None else self._given_back
         except EngineError as error:
             self._fail(str(error))
             return False
@@ -382,7 +384,7 @@ class Worker:
             return
         stats = runtime.engine.stats()
         numbers = {"busy_s": stats.busy_s, "waiting": float(stats.waiting), **runtime.load.numbers()}
-        numbers |= environment_calls(runtime) | self._use.numbers
+        numbers |= environment_calls(runtime) | self._use.numbers | {"given_back_bytes": float(self._given_back)}
         if runtime.device_weights is not None:
             numbers["abandoned_threads"] = float(runtime.device_weights.num_abandoned_threads)
         ready = runtime.engine.installed is not None and not self._draining

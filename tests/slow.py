@@ -96,7 +96,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     "flow/test_verbs.py": "a launched run that is scaled, drained, stopped and resumed",
     "flow/test_verifiers.py": "a launched run, and evaluations of it; unit/actors/test_verifiers.py has our side",
     "flow/test_verify.py": "a launched run, its bundle edited in a dozen ways, and batches of it trained again",
-    "flow/test_vllm_actors.py": "runs with real vLLM engines, which start three times",
+    "flow/test_vllm_actors.py": "runs with real vLLM engines, which start three times each",
     "gpu/test_vllm.py": "a real vLLM engine starts; unit/engines/test_vllm_engine.py has the same on a CPU",
     "package/test_distributions.py": "builds both distributions, and installs one",
     "slurm/test_jobs.py": {
@@ -136,6 +136,11 @@ SLOW: dict[str, str | dict[str, str]] = {
         "test_a_core_that_dies_while_it_scores_has_a_successor_that_is_asked_again",
         "test_a_core_that_dies_while_an_install_waits_for_it_is_replaced_and_the_old_version_serves",
         "test_closing_ends_those_who_wait_and_leaves_no_process_and_no_folder",
+    ), "vLLM starts once more"),
+    "unit/engines/test_vllm_sleep.py": dict.fromkeys((
+        "test_a_step_that_fails_ends_the_engine_with_the_cause",
+        "test_a_core_that_is_killed_in_its_sleep_ends_the_engine_when_it_is_to_wake",
+        "test_with_adapters_the_base_is_kept_on_the_host_and_wakes_without_another_start",
     ), "vLLM starts once more"),
     "unit/engines/test_vllm_models.py": {
         "test_every_version_of_a_tied_mixture_is_served_as_the_learner_computes_it": "vLLM starts with a mixture",

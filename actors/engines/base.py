@@ -57,6 +57,7 @@ class EngineSpec:
         adapter: versions are adapters; None if they are whole models. Only an engine that `TakesAdapters` need read it.
         memory_share: part of its GPU's memory that it may plan with (`actors.gpu_memory_share`); None is what is free.
         num_device_documents: whole documents that the actor holds on the GPU beside the engine, for ipc and nccl.
+        takes_turns: `GivesMemoryBack.release` will be called (`launch.share_gpus=turns`).
     """
 
     model_dir: Path
@@ -73,6 +74,7 @@ class EngineSpec:
     memory_share: float | None = None
     num_device_documents: int = 0
     weights: str = "full"
+    takes_turns: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ import psutil
 from actors.engines.base import Engine, GivesMemoryBack
 from actors.weights.installer import Installer
 from streamrl.errors import ConfigError
+from streamrl.gpus import gpu_of
 
 log = logging.getLogger("streamrl.actor")
 
@@ -84,13 +86,27 @@ def check_turns(engine: Engine) -> None:
         )
 
 
-async def release(engine: Engine, installer: Installer) -> None:
-    """Have the engine give its memory back, and log what the process held before and holds after."""
-    installed, document, process = engine.installed, installer.document, psutil.Process()
-    before = process.memory_info().rss
+async def release(engine: Engine, installer: Installer, device: str) -> int | None:
+    """Have the engine give its memory back; how many bytes that were, None if it held no version."""
+    installed, document = engine.installed, installer.document
+    before = await asyncio.to_thread(memory_held, device)
     await installer.release()
-    if installed is not None and document is not None:
-        log.info(
-            "memory of version %s given back: %d bytes resident before, %d after, weights of %d",
-            installed, before, process.memory_info().rss, document.nbytes,
-        )
+    if installed is None or document is None:
+        return None
+    after = await asyncio.to_thread(memory_held, device)
+    log.info(
+        "memory of version %s given back: %d bytes held before, %d after, weights of %d",
+        installed, before, after, document.nbytes,
+    )
+    return max(0, before - after)
+
+
+def memory_held(device: str) -> int:
+    """Bytes of an engine's GPU that are in use; on a CPU those resident in this process and its children."""
+    if (gpu := gpu_of(device)) is not None:
+        return gpu.total_bytes - gpu.free_bytes
+    this, held = psutil.Process(), 0
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            held += process.memory_info().rss
+    return held

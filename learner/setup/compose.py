@@ -176,8 +176,11 @@ def _make_versions(
     publishing = make_publishing(config.publish, config.policy.lora, policy, ranks, hub, shm=shm, lock=given.lock)
     # Actors' engines hold a prompt and the longest response.
     max_tokens = config.rollout.max_prompt_tokens + response_limit(config)
+    every = config.publish.probe_every
+    if config.launch.by_turns:
+        every = min(every, 1)  # each version wakes engines, whose memory may hold anything before
     prober = Prober(
-        policy, probe_tokens(given.model_dir, policy.vocab_size, max_tokens), every=config.publish.probe_every,
+        policy, probe_tokens(given.model_dir, policy.vocab_size, max_tokens), every=every,
         tolerance=config.publish.probe_tolerance, device=ranks.device,
     )
     return Versions(

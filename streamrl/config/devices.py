@@ -141,11 +141,6 @@ def check_engine(config: Config) -> None:
             f"actors.weights={config.actors.weights} is rounded by the native engine alone, and actors.engine is "
             f"{config.actors.engine}: vLLM has actors.vllm.quantization, or leave actors.weights=full"
         )
-    if config.launch.by_turns and config.actors.engine == "vllm":
-        raise ConfigError(
-            "launch.share_gpus=turns is for engines that give their memory back, as the native one does and "
-            "actors.engine=vllm does not yet: set actors.engine=native, or launch.share_gpus=true"
-        )
     if most_answer_tokens(config) is not None:
         _check_candidates(config.rollout.train.sampling, config.actors.num_concurrent)
 

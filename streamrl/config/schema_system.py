@@ -234,7 +234,8 @@ class PublishConfig:
     """Train on while a version is written, from a copy on the device (2 bytes a parameter, over all ranks): `always`,
     `never`, or `auto` on a GPU. The first version, and those of ranks on several hosts, are waited for."""
     probe_every: Count = 20
-    """Every so many versions, and at a learner's first, actors must score fixed tokens as the learner does; 0 never."""
+    """Every so many versions, and at a learner's first, actors must score fixed tokens as the learner does; 0 never.
+    Under `launch.share_gpus=turns` at every version."""
     probe_tolerance: Positive | None = None
     """Largest mean difference of those log-probs, in nats; an actor beyond it gets no leases until it passes again.
     Null is 0.1, and 0.5 under `actors.weights=int8`, whose rounding alone may differ by 0.2."""

@@ -170,6 +170,7 @@ _OF_HUB = section(
     ("hub/actor_rss_bytes", "bytes", "last", "Resident memory of the largest actor."),
     ("hub/actor_gpu_percent", "%", "last", "Use of the busiest actor's GPU in the last ten seconds; 0 without one."),
     ("hub/actor_gpu_used_bytes", "bytes", "last", "Memory in use on the fullest GPU of an actor; 0 without one."),
+    ("hub/actor_given_back_bytes", "bytes", "last", "Most that an engine gave back for this turn; 0 without turns."),
     ("hub/env_step_p95_s", "s", "last", "95th percentile of an actor's recent environment steps; the slowest actor."),
 ) + section(
     ("hub/num_nccl_epochs", "epochs", "last", "Communicators formed and tested since the hub began."),

@@ -10,7 +10,7 @@ from tests.flow.turns import FOLDER, KILLS
 WORDS = ("launch.share_gpus=turns", "staleness.eta=0", "policy.optimizer.offload=true", "launch.num_actors=1")
 NUM_STEPS = 50
 STATES = ("generating", "releasing", "released", "learner", "waking")
-GIVEN = re.compile(r"memory of version (\S+) given back: (\d+) bytes resident before, (\d+) after, weights of (\d+)")
+GIVEN = re.compile(r"memory of version (\S+) given back: (\d+) bytes held before, (\d+) after, weights of (\d+)")
 
 
 def check_run(harness: RunHarness, num_steps: int) -> list[tuple[str, int, int, int]]:

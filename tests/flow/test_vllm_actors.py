@@ -8,6 +8,9 @@ import pytest
 
 from actors.engines.vllm.reaper import MARK
 from tests.flow.processes import SLOW, RunHarness, wait_until
+from tests.flow.test_turns import WORDS as TURNS
+from tests.flow.test_turns import check_run
+from tests.flow.turns import FOLDER, KILLS
 
 pytestmark = [
     pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.vllm, pytest.mark.timeout(900),
@@ -77,6 +80,24 @@ def test_a_mixed_fleet_loses_a_member_gains_one_and_trains_what_it_should(harnes
     assert all(max(versions(harness, name)) >= len(rows) - 3 for name in fleet), harness.logs()
     harness.close()
     assert harness.leftovers() == [] and orphans() == []
+
+
+def test_vllm_takes_turns_and_an_actor_killed_asleep_or_while_it_wakes_costs_nothing(harness: RunHarness, monkeypatch):
+    kills = ("released:actor", "waking:actor")
+    monkeypatch.setenv(FOLDER, str(harness.path))
+    monkeypatch.setenv(KILLS, ",".join(kills))
+    launch = harness.launch(
+        *TURNS, HEADS, "trainer.num_steps=6", "actors.engine=tests.flow.turns:KillingVllm", "actors.device=cpu",
+        "hub.heartbeat_s=0.2",
+    )
+    assert harness.finish(launch, START_S + 240) == 0, harness.logs()
+    assert len(list(harness.path.glob("kill-*"))) == len(kills), harness.logs()
+    releases = check_run(harness, 6)
+    assert all(before - after >= weights for _, before, after, weights in releases), releases
+    rows = harness.metrics()
+    assert max(row.get("hub/actor_given_back_bytes", 0) for row in rows) >= releases[0][3]
+    assert last(rows, "hub/num_probes") >= 6 and last(rows, "hub/num_probe_failures") == 0
+    assert orphans() == []
 
 
 AGENT = """

@@ -1,4 +1,4 @@
-"""The native engine, which kills processes of its run in given states of its turns, each once."""
+"""Engines that kill processes of their run in given states of its turns, each once."""
 
 import asyncio
 import json
@@ -13,6 +13,7 @@ from typing import Any
 from actors.engines.base import GenerateRequest, Generation, InstallTimes
 from actors.engines.native.engine import NativeEngine
 from streamrl.messages import VersionRef
+from tests.fakes.fake_vllm_sleep import FakeSleepVllm
 
 FOLDER, KILLS = "STREAMRL_TEST_TURNS", "STREAMRL_TEST_KILLS"
 """Environment variables: the folder of the run and its kills; and these, `state:victim` one after the other."""
@@ -20,7 +21,7 @@ SOON_S = 0.1
 """From the report of a release to somewhere in the learner's turn."""
 
 
-class KillingEngine(NativeEngine):
+class Kills:
     """States: generating, releasing, released, waking, and in a moment after a release the learner's turn."""
 
     _version = -1
@@ -45,6 +46,14 @@ class KillingEngine(NativeEngine):
         times = await super().install(tensors, ref)
         self._asleep, self._version = False, ref.version
         return times
+
+
+class KillingEngine(Kills, NativeEngine):
+    """The native engine that kills."""
+
+
+class KillingVllm(Kills, FakeSleepVllm):
+    """vLLM that kills, with a stand-in for its allocator."""
 
 
 def kill_in(state: str, version: int) -> None:

@@ -42,6 +42,7 @@ def harness(request, tmp_path_factory) -> EngineHarness:
         max_new_tokens=MAX_TOKENS, device=request.param, dtype=DTYPES[request.param],
         num_threads=1 if request.param == "cpu" else None,
         options={"enforce_eager": True, "max_num_batched_tokens": MAX_TOKENS + 1},
+        takes_turns=True,
     )))
     harness.device = request.param
     yield harness
@@ -123,3 +124,47 @@ def test_greedy_answers_are_certain_and_part_of_the_vocabulary_is_told(harness):
         assert len(part.token_ids) == 16 and min(part.logprobs) < 0.0
 
     harness.run(work())
+
+
+def test_a_sleep_gives_weights_and_cache_back_and_the_next_version_wakes_it(harness):
+    if harness.device == "cpu":
+        pytest.skip("vLLM's allocator that sleeps is CUDA's: unit/engines/test_vllm_sleep.py has a stand-in")
+
+    async def work() -> None:
+        for seed, ref in ((0, ONE), (1, OTHER), (1, OTHER)):
+            await harness.engine.install(weights(harness, seed), ref)
+            job = request(prompt_of(7, 3), 32, seed=9)
+            done = await harness.engine.generate(job)
+            assert [span.ref for span in done.spans] == [ref]
+            assert_near(harness, done.logprobs, truth(harness, seed, job.prompt_ids, done.token_ids))
+            free = torch.cuda.mem_get_info()[0]
+            await harness.engine.release()
+            assert torch.cuda.mem_get_info()[0] - free > 1 << 30, "its cache alone has more"
+            assert harness.engine.installed is None
+
+    harness.run(work())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is visible here")
+def test_a_quantized_engine_says_the_same_before_and_after_a_sleep(tmp_path):
+    folder = save(tmp_path, 0)
+    harness = EngineHarness(folder, VllmEngine(EngineSpec(
+        model_dir=folder, tokenizer=character_tokenizer(), max_num_seqs=SLOTS, max_tokens=MAX_TOKENS,
+        max_new_tokens=MAX_TOKENS, device="cuda", dtype=torch.bfloat16, takes_turns=True,
+        options={"enforce_eager": True, "quantization": "fp8"},
+    )))
+    harness.device = "cuda"
+
+    async def work() -> None:
+        scores = []
+        for ref in (ONE, OTHER):
+            await harness.engine.install(weights(harness, 0), ref)
+            scores.append(await harness.engine.score(prompt_of(40), start=1, temperature=1.0))
+            await harness.engine.release()
+        torch.testing.assert_close(*map(torch.tensor, scores))
+
+    try:
+        harness.run(work())
+    finally:
+        harness.close()

@@ -171,10 +171,10 @@ def test_by_turns_each_side_has_the_whole_gpu_and_what_keeps_memory_or_a_lead_is
     both = placement_of(config_of(*BY_TURNS, "launch.num_actors=2", "run.device=cuda"), ["0"])
     assert both.actor_shares == (0.5, 0.5), "actors have their turn together"
     assert placement_of(config_of(*BY_TURNS), []) == Placement(), "a CPU is shared by turns too"
+    assert config_of(*BY_TURNS, "actors.engine=vllm").launch.by_turns
     for words, cause in {
         "launch.share_gpus=truns": "none of true, false, null and turns",
         "staleness.eta=1": "set staleness.eta=0",
-        "actors.engine=vllm": "set actors.engine=native",
         "publish.transports=[ipc,shm,zmq]": r"\['ipc'\], which keep versions on the GPU",
         "policy.optimizer.offload=false": "set it to true",
         "launch.in_process=true launch.num_actors=1": "leave one of them out",

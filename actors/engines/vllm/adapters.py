@@ -68,6 +68,9 @@ def lora_arguments(adapter: AdapterSpec, *, pinning: bool) -> dict[str, Any]:
 class AdapterVllmEngine(VllmEngine):
     """A `VllmEngine` that `TakesAdapters`; its core starts with the base, not before."""
 
+    sleep_level = 1
+    """Of vLLM: the base stays on the host, with the places of adapters, which vLLM allocates with the weights."""
+
     def __init__(self, spec: EngineSpec) -> None:
         assert spec.adapter is not None
         self._adapter, self._pinning = spec.adapter, spec.install_policy == "drain"
@@ -92,14 +95,21 @@ class AdapterVllmEngine(VllmEngine):
 
     @property
     def installed(self) -> VersionRef | None:
-        return next(reversed(self._loras)) if self._loras else None
+        return next(reversed(self._loras)) if self._loras and not self._core.asleep else None
 
     async def install(self, tensors: Mapping[str, Any], ref: VersionRef) -> InstallTimes:
         raise EngineError("this engine was built for adapters: use install_base and install_adapter")
 
     async def install_base(self, tensors: Mapping[str, Any]) -> None:
-        """See `TakesAdapters.install_base`: a start of vLLM, from a copy of the base in its folder."""
+        """See `TakesAdapters.install_base`: a start of vLLM, from a copy of the base in its folder.
+
+        A core that sleeps has its base still: it takes it up again.
+        """
         async with self._exchange:
+            if self._core.asleep:
+                self._check_works()
+                await self._wake(self._core.wake_weights())
+                return
             self._open.clear()
             self._restarting = True  # it takes longer than an install may
             self._requests.cancel_all()
@@ -120,13 +130,14 @@ class AdapterVllmEngine(VllmEngine):
         """See `TakesAdapters.install_adapter`."""
         began = time.perf_counter()
         async with self._exchange:
-            if self._death is not None or self._closed:
-                raise self._death or EngineError("the engine is closed")
+            self._check_works()
             lora = await asyncio.to_thread(self._stage, tensors, ref)
             try:
                 pause_s = await self._take(lora)
             except Exception as error:  # of vLLM's making
                 shutil.rmtree(lora.folder, ignore_errors=True)
+                if self._core.asleep:
+                    raise self._dies(f"vLLM did not wake up with version {ref}: {error}") from error
                 if not self._core.alive or not self._pinning:
                     await self._restart()
                 raise WeightsError(
@@ -163,7 +174,7 @@ class AdapterVllmEngine(VllmEngine):
         """Give vLLM a staged version; how long sequences stood still."""
         if self._pinning:
             await self._core.call(self._core.llm.add_lora(lora.request()))
-            await self._core.call(self._core.llm.update_weight_version(str(lora.ref)))
+            await self._core.label_and_resume(lora.ref)
             return 0.0
         self._open.clear()
         mode, clear_cache = PAUSES[self._policy]

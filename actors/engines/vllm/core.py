@@ -46,6 +46,7 @@ class Core:
         self.group, self._arguments, self._tied, self._untied = group, dict(arguments), dict(tied), untied
         self._device, self._num_threads = device, num_threads
         self.llm: Any = None
+        self.asleep = False  # from the first to the last step of a sleep
         self.num_bytes_staged = self._seen_bytes = 0  # of all documents, and of the one under way
 
     @property
@@ -55,6 +56,7 @@ class Core:
     def start(self) -> None:
         """Block until vLLM runs, without weights. Raises EngineError if it does not, or does not know an argument."""
         gpus = num_engine_gpus(self._arguments)
+        self.asleep = False
         with self._environment(), block_interrupts(), starts_alone(self._device, gpus):
             self._check()
             try:
@@ -118,9 +120,30 @@ class Core:
         await self.label_and_resume(ref)
 
     async def label_and_resume(self, ref: VersionRef) -> None:
-        """Label tokens with this version from now on, and resume generation."""
+        """Label tokens with this version from now on, and resume; a core that slept takes its cache first."""
         await self.call(self.llm.update_weight_version(str(ref)))
+        if self.asleep:
+            if not await self.call(self.llm.wake_up(tags=["kv_cache"])):
+                raise EngineError("vLLM still sleeps with weights and cache awake: install the version of docs/vllm.md")
+            self.asleep = False
         await self.call(self.llm.resume_generation())
+
+    async def sleep(self, level: int) -> None:
+        """Abort sequences, forget prompts, give cache and weights back; level 1 keeps the weights on the host."""
+        if not self.alive:
+            raise EngineError("vLLM's core is dead")
+        await self.call(self.llm.sleep(level=level, mode="abort"))
+
+    async def wake_weights(self) -> None:
+        """Take memory for the weights: after level 1 it holds what it held before, after level 2 anything."""
+        if not self.alive:
+            raise EngineError("vLLM's core is dead")
+        await self.call(self.llm.wake_up(tags=["weights"]))
+
+    async def wake(self, staged: StagedDocument, ref: VersionRef) -> None:
+        """Load a version into a core that sleeps, and resume; on any failure it is neither awake nor asleep."""
+        await self.wake_weights()
+        await self.load(staged, ref)
 
     async def load_tensors(self, tensors: Mapping[str, Any], ref: VersionRef) -> None:
         with closing(await asyncio.to_thread(StagedDocument, tensors)) as staged:
@@ -212,6 +235,8 @@ class RequestTracker:
     def _lost(self) -> EngineError:
         if self.closed:
             return EngineError("the engine is closed")
+        if self._core.asleep:
+            return EngineError("the engine's memory was released while this sequence ran")
         return CoreDiedError("vLLM's core died; its sequences are lost, another core is started")
 
 

@@ -8,6 +8,9 @@
 A version is exchanged in five steps: stage the document beside the running model, pause at a forward boundary, load,
 set the label that vLLM writes on every token, resume. A load that fails is undone by loading the former document before
 anything is generated; a core that died is restarted, and gets the former version before it generates.
+
+In a run by turns vLLM sleeps in between, and the next version wakes it: memory for weights, load, label, memory for the
+cache. A wake that fails has nothing to go back to: the engine is dead, and its actor restarts.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -70,6 +73,8 @@ class VllmEngine:
     """
 
     name, returns_sets = "vllm", True
+    sleep_level = 2
+    """Of vLLM: weights are dropped, because a newer version wakes it."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.max_num_seqs, self.max_tokens, self._policy = spec.max_num_seqs, spec.max_tokens, spec.install_policy
@@ -96,6 +101,7 @@ class VllmEngine:
             arguments |= {**gpu_arguments(
                 spec.device, spec.options, half=spec.dtype.itemsize == 2, document_nbytes=nbytes,
                 num_documents=spec.num_device_documents, share=spec.memory_share, gpu=gpu_of(spec.device),
+                sleeps=spec.takes_turns,
             )}
         group = EngineProcessGroup(spec.model_dir)
         arguments |= {
@@ -115,7 +121,7 @@ class VllmEngine:
         self._death: EngineError | None = None
         self._closed = self._draining = self._restarting = False
         self._deaths_in_a_row = 0
-        self._running = self._waiting = self._tokens = self._installs = self._restarts = 0
+        self._running = self._waiting = self._tokens = self._installs = self._restarts = self._releases = 0
         self._pause_s = self._busy_s = self._busy_since = 0.0
 
     def _model_folder(self, group: EngineProcessGroup, arguments: Mapping[str, Any]) -> str:
@@ -156,11 +162,13 @@ class VllmEngine:
         except (ValueError, TypeError, OverflowError) as error:
             raise RequestError(f"vLLM refuses the request: {error}") from error
         self._waiting += 1
+        releases = self._releases
         try:
             await self._free.acquire()
         finally:
             self._waiting -= 1
         try:
+            self._check_kept(releases)
             output = await self._submit(list(map(int, request.prompt_ids)), params, version)
         finally:
             self._free.release()
@@ -201,8 +209,10 @@ class VllmEngine:
 
     async def _until_open(self) -> None:
         """Wait until weights are installed, nothing is being exchanged, and the core lives."""
+        releases = self._releases
         while True:
             await self._open.wait()
+            self._check_kept(releases)
             if self._death is not None:
                 raise self._death
             if self._closed:
@@ -210,6 +220,10 @@ class VllmEngine:
             if self._core.alive:
                 return
             self._restart_soon(self._core.llm)
+
+    def _check_kept(self, releases: int) -> None:
+        if self._releases != releases:
+            raise EngineError("the engine's memory was released while this sequence waited: try again later")
 
     def _count(self, change: int) -> None:
         now = time.monotonic()
@@ -225,12 +239,14 @@ class VllmEngine:
         began = time.perf_counter()
         check_document(tensors, self._expected)
         async with self._exchange:
-            if self._death is not None or self._closed:
-                raise self._death or EngineError("the engine is closed")
+            self._check_works()
             tensors = await asyncio.to_thread(as_in_files, self._model, tensors)
             with closing(await asyncio.to_thread(StagedDocument, tensors)) as staged:
-                await self._stage(staged)
-                pause_s = await self._replace(staged, ref)
+                if self._core.asleep:
+                    pause_s = await self._wake(self._core.wake(staged, ref))
+                else:
+                    await self._stage(staged)
+                    pause_s = await self._replace(staged, ref)
             self._served = (tensors, ref)
             self._open.set()
         self._pause_s += pause_s
@@ -274,6 +290,43 @@ class VllmEngine:
             self._open.set()
         except Exception:  # the model is mixed or the core dead: a new one holds nothing of the failed version
             await self._restart()
+
+    # --- sleep --------------------------------------------------------------------------------------------------
+
+    async def release(self) -> None:
+        """See `GivesMemoryBack.release`."""
+        async with self._exchange:
+            self._check_works()
+            if self._core.llm is None:
+                return  # it waits for a base
+            self._served = None
+            self._releases += 1
+            self._open.set()  # those that wait see that they are too late
+            self._open.clear()
+            self._core.asleep = True
+            self._requests.cancel_all()
+            try:
+                await self._core.sleep(self.sleep_level)
+            except Exception as error:  # of vLLM's making
+                raise self._dies(f"vLLM did not give its memory back: {error}") from error
+
+    async def _wake(self, steps: Awaitable[None]) -> float:
+        """Do steps of waking the core; how long that took."""
+        began = time.perf_counter()
+        try:
+            await steps
+        except Exception as error:  # of vLLM's or of a loader's making
+            raise self._dies(f"vLLM did not wake up: {error}") from error
+        return time.perf_counter() - began
+
+    def _dies(self, why: str) -> EngineError:
+        self._death = EngineError(f"{why}. Restart this actor; if memory was short, lower actors.gpu_memory_share")
+        self._open.set()  # waiting requests get the error
+        return self._death
+
+    def _check_works(self) -> None:
+        if self._death is not None or self._closed:
+            raise self._death or EngineError("the engine is closed")
 
     # --- restart of the core ------------------------------------------------------------------------------------
 

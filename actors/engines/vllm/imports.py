@@ -23,7 +23,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path", "load_inplace"),
     "vllm.v1.engine.async_llm:AsyncLLM.pause_generation": ("mode", "clear_cache"),
     "vllm.v1.engine.async_llm:AsyncLLM.resume_generation": (),
+    "vllm.v1.engine.async_llm:AsyncLLM.sleep": ("level", "mode"),
     "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version": ("new_version",),
+    "vllm.v1.engine.async_llm:AsyncLLM.wake_up": ("tags",),
     "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("method", "timeout", "args"),
     "vllm.v1.engine.async_llm:AsyncLLM.errored": (),
     "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ("timeout",),
@@ -31,7 +33,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "model", "dtype", "seed", "max_model_len", "max_num_seqs", "enforce_eager", "enable_prefix_caching",
         "kv_cache_memory_bytes", "load_format", "generation_config", "logprobs_mode", "worker_extension_cls",
         "disable_log_stats", "trust_remote_code", "tensor_parallel_size", "gpu_memory_utilization", "enable_lora",
-        "device_ids", "hf_overrides", "max_lora_rank", "max_loras", "max_cpu_loras",
+        "device_ids", "enable_sleep_mode", "hf_overrides", "max_lora_rank", "max_loras", "max_cpu_loras",
         "lora_target_modules", "enable_chunked_prefill",
     ),
     "vllm.sampling_params:SamplingParams": (

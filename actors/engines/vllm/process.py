@@ -47,7 +47,7 @@ def num_engine_gpus(options: Mapping[str, Any]) -> int:
 
 def gpu_arguments(
     device: str, extra: Mapping[str, Any], *, half: bool, document_nbytes: int, num_documents: int,
-    share: float | None, gpu: Gpu | None,
+    share: float | None, gpu: Gpu | None, sleeps: bool = False,
 ) -> dict[str, Any]:
     """Engine arguments on a GPU, under the user's.
 
@@ -57,15 +57,18 @@ def gpu_arguments(
         document_nbytes, num_documents: what the actor keeps on the GPU beside the engine.
         share: part of the GPU's memory that is the engine's; None is what is free.
         gpu: its memory now; None where the driver does not tell.
+        sleeps: whether vLLM will be asked to sleep, for which it allocates weights and cache in another way.
     Raises:
         EngineError: too little memory is free.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"enable_sleep_mode": True} if sleeps else {}
     if ":" in device:
         first = int(device.partition(":")[2])
         found["device_ids"] = list(range(first, first + num_engine_gpus(extra)))
     if half and isinstance(given := extra.get("hf_overrides", {}), Mapping):
         found["hf_overrides"] = {"head_dtype": "float32", **given}
+    if sleeps and share is None:
+        share = 1.0  # with slack: less may be free when it wakes than now
     if "gpu_memory_utilization" not in extra:
         found["gpu_memory_utilization"] = utilization(gpu, share, num_documents * document_nbytes, document_nbytes)
     return found

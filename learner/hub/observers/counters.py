@@ -73,7 +73,7 @@ SUMS = {
 LARGEST = {
     "env_step_p95_s": "env_step_p95_s", "host_cpu_percent": "actor_cpu_percent", "rss_bytes": "actor_rss_bytes",
     "gpu_percent": "actor_gpu_percent", "gpu_used_bytes": "actor_gpu_used_bytes",
-    "host_memory_percent": "actor_memory_percent",
+    "host_memory_percent": "actor_memory_percent", "given_back_bytes": "actor_given_back_bytes",
 }
 """The same of numbers of which the hub tells the largest of all actors, as of the slowest or busiest one."""
 

@@ -1,18 +1,22 @@
 """An actor in a run by turns: it holds memory in its own turns alone, and wakes with what is verified."""
 
 import asyncio
+import mmap
 
 import pytest
 
 from actors.engines.base import InstallTimes
-from actors.weights.turns import Turns, check_turns
+from actors.weights.turns import Turns, check_turns, memory_held
 from actors.worker import EXIT_ENGINE_HUNG
 from streamrl.errors import ConfigError, EngineError
+from streamrl.gpus import Gpu
 from streamrl.messages import Announce, HubHeartbeat, Outcome, ReturnReason, VersionRef
 from streamrl.transport.session import Disconnected
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.kit.loops import until
 from tests.unit.actors.fakes import V1, V2, actor, always, lease, says
+
+BALLAST = 64 << 20
 
 
 class SleepyEngine(ScriptedEngine):
@@ -20,6 +24,7 @@ class SleepyEngine(ScriptedEngine):
 
     num_releases = 0
     asleep = False
+    held: mmap.mmap | None = None
 
     @property
     def installed(self) -> VersionRef | None:
@@ -32,6 +37,8 @@ class SleepyEngine(ScriptedEngine):
     async def release(self) -> None:
         self.num_releases += 1
         self.asleep = True
+        if self.held is not None:
+            self.held.close()
 
 
 def turn(number: int) -> HubHeartbeat:
@@ -84,6 +91,29 @@ async def test_without_a_hub_leases_go_back_and_memory_too_until_one_says_whose_
         assert engine.installs == [V1]
         one.client.says(turn(2))
         await until(lambda: engine.installs == [V1, V1])
+
+
+async def test_the_memory_that_the_last_release_gave_back_is_in_the_heartbeats():
+    engine = SleepyEngine(says("ok"))
+    engine.held = mmap.mmap(-1, BALLAST)
+    for _ in range(BALLAST >> 20):
+        engine.held.write(b"x" * (1 << 20))
+    async with actor(engine, always()) as one:
+        assert one.client.progress.stats["given_back_bytes"] == 0
+        one.client.says(turn(2))
+        one.client.says(turn(3))
+        await until(lambda: one.client.released == [3])
+        given_back = one.client.progress.stats["given_back_bytes"]
+        assert 0.9 * BALLAST < given_back < 1.5 * BALLAST
+        one.turn = 3
+        one.client.says(one.welcome())  # it is told once more, and holds nothing
+        await until(lambda: one.client.released == [3, 3])
+        assert one.client.progress.stats["given_back_bytes"] == given_back
+
+
+def test_a_gpu_is_asked_what_is_in_use_on_it(monkeypatch):
+    monkeypatch.setattr("actors.weights.turns.gpu_of", lambda device: Gpu("0", device, 80, 30))
+    assert memory_held("cuda:1") == 50
 
 
 async def test_a_turn_that_ends_while_memory_is_given_back_wakes_the_engine_afterwards():

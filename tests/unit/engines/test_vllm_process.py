@@ -293,7 +293,7 @@ def test_what_one_request_raises_is_that_requests_unless_the_core_is_dead(raised
 
     deaths: list = []
     monkeypatch.setattr(client, "vllm", lambda: SimpleNamespace(tokens_input=lambda ids, cache_salt: ids))
-    tracker = client.RequestTracker(SimpleNamespace(llm=Llm()), deaths.append)
+    tracker = client.RequestTracker(SimpleNamespace(llm=Llm(), asleep=False), deaths.append)
     with pytest.raises(error) as caught:
         asyncio.run(tracker.submit([1], None, ""))
     assert type(caught.value) is error and len(deaths) == dead
@@ -348,9 +348,11 @@ def gpu(free_gib: float, total_gib: float = 80.0) -> Gpu:
     return Gpu("0", "GPU-x", int(total_gib * GIB), int(free_gib * GIB))
 
 
-def on_gpu(device: str = "cuda", *, half: bool = True, share: float | None = None, **extra) -> dict:
+def on_gpu(
+    device: str = "cuda", *, half: bool = True, share: float | None = None, sleeps: bool = False, **extra
+) -> dict:
     return gpu_arguments(
-        device, extra, half=half, document_nbytes=2 * GIB, num_documents=2, share=share, gpu=gpu(80.0)
+        device, extra, half=half, document_nbytes=2 * GIB, num_documents=2, share=share, gpu=gpu(80.0), sleeps=sleeps
     )
 
 
@@ -381,6 +383,13 @@ def test_what_the_user_set_wins_and_log_probs_come_from_float32_logits():
     assert "hf_overrides" not in on_gpu(half=False)
     given = on_gpu(gpu_memory_utilization=0.3, hf_overrides={"rope_theta": 1, "head_dtype": "model"})
     assert given == {"hf_overrides": {"rope_theta": 1, "head_dtype": "model"}}
+
+
+def test_vllm_can_sleep_and_leaves_some_memory_free_where_a_run_goes_by_turns_alone():
+    assert "enable_sleep_mode" not in on_gpu()
+    found = on_gpu(sleeps=True, enable_sleep_mode=False)
+    assert found["enable_sleep_mode"] and found["gpu_memory_utilization"] == pytest.approx(72 / 80, abs=1e-4)
+    assert on_gpu(sleeps=True, share=0.5)["gpu_memory_utilization"] == 0.5
 
 
 @pytest.mark.shows("actors.gpu_memory_share")

@@ -58,10 +58,10 @@ def test_the_time_of_actors_is_added_up_as_they_come_and_go():
     loads.beat("a", {"up_s": 2.0, "idle_s": 1.0, "env_step_p95_s": 0.3}, 0.0)
     loads.beat("b", {"up_s": 90.0, "idle_s": 90.0, "env_step_p95_s": 0.1}, 0.0)  # known to the learner before this one
     use = {"host_cpu_percent": 90.0, "host_memory_percent": 40.0, "rss_bytes": 5e9, "gpu_percent": 70.0}
-    loads.beat("b", {"up_s": 93.0, "idle_s": 91.0, "env_step_p95_s": 0.7, **use}, 0.0)
+    loads.beat("b", {"up_s": 93.0, "idle_s": 91.0, "env_step_p95_s": 0.7, "given_back_bytes": 3e9, **use}, 0.0)
     found = loads.metrics()
-    names = ("cpu_percent", "memory_percent", "rss_bytes", "gpu_percent")
-    assert [found[f"actor_{name}"] for name in names] == [90.0, 40.0, 5e9, 70.0]
+    names = ("cpu_percent", "memory_percent", "rss_bytes", "gpu_percent", "given_back_bytes")
+    assert [found[f"actor_{name}"] for name in names] == [90.0, 40.0, 5e9, 70.0, 3e9]
     assert (found["actor_s"], found["actor_idle_s"], found["env_step_p95_s"]) == (5.0, 2.0, 0.7)
 
     loads.remove("b")
