@@ -2,6 +2,7 @@
 
 import asyncio
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,17 +35,19 @@ MOST = {"cpu": 1e-3, "cuda": 0.2}
 ONE, OTHER = VersionRef(1, 1), VersionRef(1, 2)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("cpu", marks=CPU), pytest.param("cuda", marks=CUDA)])
-def harness(request, tmp_path_factory) -> EngineHarness:
-    folder = save(tmp_path_factory.mktemp("model"), 0)
+def started(folder: Path, device: str, *, takes_turns: bool = False, **options: object) -> EngineHarness:
     harness = EngineHarness(folder, VllmEngine(EngineSpec(
         model_dir=folder, tokenizer=character_tokenizer(), max_num_seqs=SLOTS, max_tokens=MAX_TOKENS,
-        max_new_tokens=MAX_TOKENS, device=request.param, dtype=DTYPES[request.param],
-        num_threads=1 if request.param == "cpu" else None,
-        options={"enforce_eager": True, "max_num_batched_tokens": MAX_TOKENS + 1},
-        takes_turns=True,
+        max_new_tokens=MAX_TOKENS, device=device, dtype=DTYPES[device], num_threads=1 if device == "cpu" else None,
+        options={"enforce_eager": True, "max_num_batched_tokens": MAX_TOKENS + 1, **options}, takes_turns=takes_turns,
     )))
-    harness.device = request.param
+    harness.device = device
+    return harness
+
+
+@pytest.fixture(scope="module", params=[pytest.param("cpu", marks=CPU), pytest.param("cuda", marks=CUDA)])
+def harness(request, tmp_path_factory) -> EngineHarness:
+    harness = started(save(tmp_path_factory.mktemp("model"), 0), request.param)
     yield harness
     harness.close()
 
@@ -126,43 +129,24 @@ def test_greedy_answers_are_certain_and_part_of_the_vocabulary_is_told(harness):
     harness.run(work())
 
 
-def test_a_sleep_gives_weights_and_cache_back_and_the_next_version_wakes_it(harness):
-    if harness.device == "cpu":
-        pytest.skip("vLLM's allocator that sleeps is CUDA's: unit/engines/test_vllm_sleep.py has a stand-in")
+@pytest.mark.parametrize("options", [pytest.param(one, marks=CUDA) for one in ({}, {"quantization": "fp8"})])
+def test_a_sleep_gives_weights_and_cache_back_and_the_next_version_wakes_it(tmp_path, options):
+    """Only CUDA has an allocator that sleeps; `unit/engines/test_vllm_sleep.py` has a stand-in for a CPU."""
+    harness, prompt = started(save(tmp_path, 0), "cuda", takes_turns=True, **options), prompt_of(40)
 
     async def work() -> None:
-        for seed, ref in ((0, ONE), (1, OTHER), (1, OTHER)):
-            await harness.engine.install(weights(harness, seed), ref)
-            job = request(prompt_of(7, 3), 32, seed=9)
-            done = await harness.engine.generate(job)
-            assert [span.ref for span in done.spans] == [ref]
-            assert_near(harness, done.logprobs, truth(harness, seed, job.prompt_ids, done.token_ids))
+        said = []
+        for number, seed in enumerate((0, 1, 0)):
+            await harness.engine.install(weights(harness, seed), VersionRef(1, number))
+            scores = await harness.engine.score(prompt, start=1, temperature=1.0)
+            if not options:
+                assert_near(harness, scores, truth(harness, seed, prompt[:1], prompt[1:]))
+            said.append(torch.tensor(scores))
             free = torch.cuda.mem_get_info()[0]
             await harness.engine.release()
             assert torch.cuda.mem_get_info()[0] - free > 1 << 30, "its cache alone has more"
-            assert harness.engine.installed is None
-
-    harness.run(work())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is visible here")
-def test_a_quantized_engine_says_the_same_before_and_after_a_sleep(tmp_path):
-    folder = save(tmp_path, 0)
-    harness = EngineHarness(folder, VllmEngine(EngineSpec(
-        model_dir=folder, tokenizer=character_tokenizer(), max_num_seqs=SLOTS, max_tokens=MAX_TOKENS,
-        max_new_tokens=MAX_TOKENS, device="cuda", dtype=torch.bfloat16, takes_turns=True,
-        options={"enforce_eager": True, "quantization": "fp8"},
-    )))
-    harness.device = "cuda"
-
-    async def work() -> None:
-        scores = []
-        for ref in (ONE, OTHER):
-            await harness.engine.install(weights(harness, 0), ref)
-            scores.append(await harness.engine.score(prompt_of(40), start=1, temperature=1.0))
-            await harness.engine.release()
-        torch.testing.assert_close(*map(torch.tensor, scores))
+        torch.testing.assert_close(said[0], said[2])
+        assert (said[0] - said[1]).abs().max() > 0.5
 
     try:
         harness.run(work())

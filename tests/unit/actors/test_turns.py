@@ -5,7 +5,7 @@ import mmap
 
 import pytest
 
-from actors.engines.base import InstallTimes
+from actors.engines.base import EngineStats, InstallTimes
 from actors.weights.turns import Turns, check_turns, memory_held
 from actors.worker import EXIT_ENGINE_HUNG
 from streamrl.errors import ConfigError, EngineError
@@ -143,6 +143,25 @@ async def test_an_engine_that_fails_to_give_its_memory_back_ends_the_process_and
         for number in (2, 3):
             one.client.says(turn(number))
         assert (await one.life).exit_code == EXIT_ENGINE_HUNG and one.client.released == []
+
+
+async def test_an_engine_that_fails_to_wake_ends_the_process_with_the_cause():
+    class Sleeper(SleepyEngine):
+        async def install(self, tensors, ref) -> InstallTimes:
+            if self.asleep:
+                raise EngineError("it did not wake up")
+            return await super().install(tensors, ref)
+
+        def stats(self) -> EngineStats:
+            return EngineStats(extra={"dead": float(self.asleep)})
+
+    async with actor(Sleeper(says("ok")), always()) as one:
+        for number in (2, 3):
+            one.client.says(turn(number))
+        await until(lambda: one.client.released == [3])
+        one.client.says(turn(4))
+        life = await one.life
+        assert life.exit_code == EXIT_ENGINE_HUNG and life.detail == "it did not wake up"
 
 
 def test_an_engine_that_keeps_its_memory_is_refused():
