@@ -6,11 +6,13 @@ maps it, verifies all buckets and reports over a pipe. The clock runs in the pub
 memory and one digest of it, which every transport needs. Between two rounds the publisher may finish what it does
 behind a commit (unlink the retired document, make room for the next), as it does while a learner trains.
 
+threads: the learner's part alone, a document written by one thread and by as many as it chooses, in turns.
+
 pull, delta, pause: see `weights_pull`, `weights_delta` and `weights_pause`, each a part of this benchmark.
 
 Before any clock starts, the received tensors are compared with the parameters bit for bit.
 
-Run: python -m bench.weights [--mib 64] [--repeats 15] [--parts shm zmq delta pause] [--quick] [--check]
+Run: python -m bench.weights [--mib 64] [--repeats 15] [--parts shm zmq delta pause threads] [--quick] [--check]
      python -m bench.weights --interrupt 10000      see `interrupts`; nothing else is measured then
 """
 
@@ -24,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,13 +38,16 @@ from bench.record import exit_status, record, shared_arguments
 from bench.weights_delta import delta_lines
 from bench.weights_pause import pause_line
 from bench.weights_pull import CHUNK_BYTES, pull_rounds, serve_forever
+from learner.publish.buckets import BucketWriter, num_threads
 from learner.publish.publisher import Publisher
 from streamrl.messages import Layout, Limits, Manifest, Offer, VersionRef
+from streamrl.weights.document import HEADER_BYTES
+from streamrl.weights.manifest import document_nbytes, make_layout
 from streamrl.weights.shm.directory import document_directory
-from streamrl.weights.shm.transport import ShmPublisher, shm_offer
+from streamrl.weights.shm.transport import ShmPublisher, SpareFile, shm_offer
 from streamrl.weights.transport import WeightSource
 
-PARTS = ("shm", "zmq", "delta", "pause")
+PARTS = ("shm", "zmq", "delta", "pause", "threads")
 GOALS_MS = {1: 25.0, 4: 70.0}
 WARM_UP = 4
 """Rounds before the clock: the first documents make the machine find memory for the first time."""
@@ -165,7 +171,39 @@ def main() -> int:
         lines += delta_lines(options.mib, repeats, options.seed)
     if "pause" in options.parts:
         lines.append(pause_line(repeats, options.seed))
+    if "threads" in options.parts:
+        lines.append(threads_line(repeats, options))
     return exit_status(lines, options.check)
+
+
+def threads_line(repeats: int, options: Any) -> dict[str, Any]:
+    """Milliseconds in which a document of bfloat16 is filled and digested, by one thread and by several."""
+    parameters = [(name, one.detach().bfloat16()) for name, one in make_parameters(2 * options.mib, options.seed)]
+    layout = make_layout(((name, "bfloat16", one.shape) for name, one in parameters), 16 << 20)
+    tensors, dtypes = [one for _, one in parameters], [torch.bfloat16] * len(parameters)
+    several = num_threads(document_nbytes(layout))
+    writers = {count: BucketWriter(layout, dtypes, torch.device("cpu"), threads=count) for count in (1, several)}
+    samples: dict[int, list[float]] = {count: [] for count in writers}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        file = SpareFile(Path(folder) / "document", document_nbytes(layout))
+        file.populate()
+        body, digests = memoryview(file.mapping)[HEADER_BYTES:], []
+        for _ in range(repeats + 1):  # the first one finds its memory
+            for count, writer in writers.items():
+                started = time.perf_counter()
+                digests.append(writer.write(tensors, body))
+                samples[count].append(1000 * (time.perf_counter() - started))
+    if digests != digests[:1] * len(digests):
+        sys.exit("the threads write another document: no time is worth measuring")
+    one, many = samples[1][1:], samples[several][1:]
+    ratio = statistics.median(a / b for a, b in zip(one, many, strict=True))
+    print(f"weights.write_ms  MiB={options.mib}  threads={several}  {ratio:.2f} times as fast as 1", file=sys.stderr)
+    params = {"mib": options.mib, "threads": several, "dtype": "bfloat16", "bucket_mib": 16}
+    params |= {"one_thread_ms": [round(part, 1) for part in one], "ratio": round(ratio, 3)}
+    return record(
+        "weights.write_ms", statistics.median(many), "ms", "lower", many, params,
+        baseline("the same by one thread", statistics.median(one), "ms"), seed=options.seed,
+    )  # fmt: skip
 
 
 def publish_lines(repeats: int, options: Any) -> list[dict[str, Any]]:

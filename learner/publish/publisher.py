@@ -3,7 +3,8 @@
     rows     every rank casts the rows that it holds and writes them into the one file, which all of them see: nothing
              is gathered. Then each digests its part of the buckets, and rank 0 commits.
     gather   ranks on other hosts do not see it. All ranks walk the tensors in layout order and gather them one at a
-             time, in the document's type; rank 0 writes. A lone rank does the same, with nothing to gather.
+             time, in the document's type; rank 0 writes.
+    buckets  a lone rank has nothing to gather: its threads write and digest a bucket each (`buckets`).
 
 A rank that left in the middle would leave the others in a collective, so a failure (no room, a newer learner) is
 remembered until the last collective is done, and rank 0 waits for no other process meanwhile.
@@ -30,12 +31,13 @@ from torch.distributed.tensor import DTensor
 from learner.checkpoint.shards import local_box
 from learner.model.adapter.lora import base_tensors, scale_of
 from learner.model.policy import Policy, travels_as
+from learner.publish.buckets import BucketWriter, filled
 from learner.ranks.mesh import Ranks, local_part
 from streamrl.config.schema import LoraConfig
 from streamrl.errors import WeightsError
 from streamrl.messages import Base, Layout, Manifest, VersionRef
 from streamrl.weights.adapter import BASE_REF
-from streamrl.weights.document import HEADER_BYTES, PIECE_BYTES, PROBE_BYTES, digest_all, unpack_header
+from streamrl.weights.document import HEADER_BYTES, PROBE_BYTES, digest_all, unpack_header
 from streamrl.weights.gpu.device_document import DocumentFold
 from streamrl.weights.gpu.pinned import Download
 from streamrl.weights.manifest import (
@@ -108,6 +110,7 @@ class Publisher:
         devices = (one.device for _, one in self._tensors if isinstance(one, torch.Tensor))
         self._device = next(devices, self._ranks.device)
         self._download = Download(self._device)
+        self._buckets = BucketWriter(self.layout, self._dtypes, self._device)
         self._by_rows = self._ranks.mesh.world > 1 and sharded_by_rows(self._tensors)
         self.num_bytes_written = 0
         """By this rank, of the last document."""
@@ -169,7 +172,10 @@ class Publisher:
                 draft = _Draft(begin, ref, self.layout, fold)
             if self._by_rows:
                 self._by_rows = self._write_rows(tensors, ranks, draft, fold)
-            if not self._by_rows:
+            alone = self._ranks.mesh.world == 1 and self._buckets.takes(tensors)
+            if alone and draft is not None:
+                self.num_bytes_written = draft.write(tensors, self._dtypes, self._buckets)
+            elif not self._by_rows:
                 for tensor, dtype in zip(tensors, self._dtypes, strict=True):
                     self._gather_one(tensor, dtype, draft)
             if draft is None:
@@ -264,6 +270,19 @@ class _Draft:
             self._failure = error
         return tensor.numel() * dtype.itemsize
 
+    def write(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], buckets: BucketWriter) -> int:
+        """Write all tensors; returns their bytes."""
+        if self._writer is None or self._failure is not None:
+            return 0
+        nbytes = document_nbytes(self._layout)
+        try:
+            for tensor, dtype in zip(tensors, dtypes, strict=True) if self._fold is not None else ():
+                self._fold.append(tensor.detach().to(dtype).reshape(-1).view(torch.uint8))
+            self._writer.was_written(buckets.write(tensors, self._writer.room(nbytes)))
+        except Exception as error:
+            self._failure = error
+        return nbytes
+
     def where(self) -> bytes:
         """The file's first random bytes, then its path; nothing if there is none."""
         if self._writer is None:
@@ -301,17 +320,8 @@ class _Draft:
 def _write(tensor: torch.Tensor, dtype: torch.dtype, writer: DocumentWriter, download: Download) -> None:
     """Copy straight into the document and digest: on a CPU it is cast on the way, in pieces that stay in the cache."""
     flat = tensor.detach().reshape(-1)
-    if flat.device.type != "cpu":
-        for _, piece in download.pieces([(0, flat)]):
-            writer.room(len(piece))[:] = piece
-            writer.filled(len(piece))
-        return
-    step = PIECE_BYTES // dtype.itemsize
-    for start in range(0, flat.numel(), step):
-        part = flat[start : start + step]
-        nbytes = part.numel() * dtype.itemsize
-        torch.frombuffer(writer.room(nbytes), dtype=dtype).copy_(part)
-        writer.filled(nbytes)
+    for piece in filled(writer.room(flat.numel() * dtype.itemsize), flat, dtype, download):
+        writer.filled(len(piece))
 
 
 # --- the rows of this rank -------------------------------------------------------------------------------------------
