@@ -159,7 +159,7 @@ ALIASES: dict[str, str] = {
     "gradient_accumulate_steps": "learner.max_tokens_per_device", "xml_format": "reward.format_tags",
     "warmup_fraction": "policy.scheduler.warmup_ratio", "warmup_num_steps": "policy.scheduler.num_warmup_steps",
     "total_num_steps": "trainer.num_steps", "train_micro_batch_size_per_gpu": "learner.max_tokens_per_device",
-    "infer_cohost_mode": "launch.share_gpus",
+    "infer_cohost_mode": "launch.share_gpus", "enable_memory_saver": "launch.share_gpus",
     # ColossalAI
     "num_episodes": "trainer.num_epochs", "num_trainers": "launch.num_learner_ranks",
     "num_inferencer": "launch.num_actors", "inference_batch_size": "actors.num_concurrent",
