@@ -2,12 +2,14 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from actors.engines.base import GenerateRequest
+from actors.engines.base import GenerateRequest, Generation
 from actors.engines.native.engine import NativeEngine
+from actors.engines.native.sampling import draw, make_plan
 from actors.engines.native.weights import checkpoint_tensors
 from actors.weights.probe import first_difference
 from streamrl.messages import Sampling, VersionRef
@@ -84,3 +86,75 @@ def check_engine(device: str, dtype: torch.dtype, tolerance: float) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.15)])
 def test_sequences_live_through_an_install_from_device_memory(dtype, tolerance):
     check_engine("cuda", dtype, tolerance)
+
+
+def check_behind(device: str) -> None:
+    """Also called with a CPU, as above. Groups join and end at their own times; no launch makes the host wait."""
+    source = model(0, device, torch.float32)
+    one = document(source, 1)
+
+    async def answers(engine: NativeEngine, asked: list[GenerateRequest]) -> list[Generation]:
+        return await asyncio.gather(*(engine.generate(request) for request in asked))
+
+    async def work() -> None:
+        engine = NativeEngine(model(9, device, torch.float32), None, max_num_seqs=16, max_tokens=256, device=device)
+        scheduler = engine._scheduler
+        assert scheduler._ahead == (device == "cuda")
+        scheduler._ahead = True
+        await engine.install(one.tensors(), VersionRef(1, 1))
+        launch, behind = scheduler._launch, []
+
+        def without_waiting(n: int) -> object:
+            behind.append(scheduler._flight is not None)
+            if device != "cuda":
+                return launch(n)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(n)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        together = requests(16, 64)
+        first = await answers(engine, together)  # graphs are captured, and memory is taken
+        scheduler._launch = without_waiting
+        again = await answers(engine, together)
+        scheduler._ahead = False
+        waited = await answers(engine, together)
+        scheduler._ahead = True
+        for mine, other, third in zip(first, again, waited, strict=True):
+            assert mine.token_ids == other.token_ids == third.token_ids
+            torch.testing.assert_close(other.logprobs, third.logprobs, atol=1e-4, rtol=0)
+        assert sum(behind) >= 60
+
+        mixed = [
+            GenerateRequest([3 + i, 5, 7], sampling, 3 + 5 * i, seed=i)
+            for i, sampling in enumerate([Sampling(), Sampling(0.0), Sampling(0.7)] * 8)
+        ]
+        for request, done in zip(mixed, await answers(engine, mixed), strict=True):
+            assert done.finish == ("stop" if done.token_ids[-1] == 1 else "length")
+            assert 1 not in done.token_ids[:-1] and len(done.token_ids) <= request.max_new_tokens
+            if request.sampling.temperature:
+                whole = [*request.prompt_ids, *done.token_ids]
+                scored = await engine.score(whole, start=3, temperature=request.sampling.temperature)
+                torch.testing.assert_close(scored, done.logprobs, atol=2e-3, rtol=0)
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(work(), 200))
+
+
+def test_the_host_is_a_pass_behind_and_no_launch_waits_for_the_device():
+    check_behind("cuda")
+
+
+def test_a_draw_takes_less_memory_than_its_logits():
+    logits = torch.randn(512, 151_936, device="cuda")
+    plan = make_plan([Sampling(0.7)] * len(logits), logits.device)
+    numbers = np.random.default_rng(0).random(len(logits))
+    draw(logits, plan, numbers)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    drawn = draw(logits, plan, numbers)
+    assert torch.cuda.max_memory_allocated() - before < 0.75 * logits.nbytes
+    expected = torch.log_softmax(logits / 0.7, -1).gather(-1, drawn.tokens[:, None])[:, 0]
+    torch.testing.assert_close(drawn.logprobs, expected, atol=1e-4, rtol=0)

@@ -308,6 +308,7 @@ class NativeEngine:
 
         def run() -> None:
             try:
+                self._scheduler.catch_up()
                 self._answers.put(answer, work())
             except EngineError as error:
                 self._answers.put(answer, error)

@@ -27,6 +27,7 @@ from transformers import AttentionInterface
 
 from actors.engines.native.graphs import Capture, CudaCapture, DecodeGraphs
 from actors.engines.native.lean import LeanPass, hooks_of, why_plain
+from actors.engines.native.transfers import upload
 from actors.engines.native.weights import AdapterSets, checkpoint_tensors
 from streamrl.architectures.attention import MaskRule, attend, carry, check_extras, register, rule_of
 from streamrl.errors import EngineError
@@ -69,7 +70,7 @@ class PromptRows(NamedTuple):
         if beside and all(len(own) == len(rows[0]) for own in rows):
             return cls(slice(flat[0], flat[0] + len(flat)), None)
         sources = [number for number, own in enumerate(rows) for _ in own]
-        return cls(torch.tensor(flat, device=device), torch.tensor(sources, device=device))
+        return cls(*(upload(torch.tensor(numbers), device) for numbers in (flat, sources)))
 
 
 class SlotCache:
@@ -135,7 +136,7 @@ class SlotCache:
         """Copy the first `num_tokens` of some rows into others, none of which is a source."""
         if not sources:
             return
-        read, written = (torch.tensor(rows, device=self.keys[0].device) for rows in (sources, targets))
+        read, written = (upload(torch.tensor(rows), self.keys[0].device) for rows in (sources, targets))
         for tensor in (*self.keys, *self.values):
             places = tensor[:, :, :num_tokens]
             places.index_copy_(0, written, places.index_select(0, read))
@@ -354,7 +355,8 @@ class Forward:
         """One pass: the next token of rows 0..n-1 and whole prompts.
 
         Args:
-            ids, positions: [n] int64 on the host: each running row's newest token, and how many are cached before it.
+            ids: [n] int64 on the device: each running row's newest token, which the host need not know.
+            positions: [n] int64 on the host: how many are cached before it.
             longest: cached tokens of the longest row after this pass; 0 if n is 0.
             prompts: read from their start; their keys and values go to the rows they name.
             versions: the adapter of each row, then of each prompt; not used without adapters.
@@ -370,14 +372,16 @@ class Forward:
         span = min(-(-longest // _SPAN_STEP) * _SPAN_STEP, self.cache.max_tokens)
         if self.adapters is not None:
             self.adapters.route(versions, [1] * n + [len(prompt.ids) for prompt in prompts])
-        decode_positions, wanted = positions.to(self.device), None
+        wanted = None
         if prompts:
             lengths = [len(prompt.ids) for prompt in prompts]
-            ids = torch.cat([ids, torch.tensor([token for prompt in prompts for token in prompt.ids])])
+            read = torch.tensor([token for prompt in prompts for token in prompt.ids])
+            ids = torch.cat([ids, upload(read, self.device)])
             positions = torch.cat([positions, torch.tensor([place for size in lengths for place in range(size)])])
             ends = torch.tensor(lengths).cumsum(0) + (n - 1)
-            wanted = torch.cat([torch.arange(n), ends]).to(self.device)
-        return self._call(ids, positions, PassView(self.cache, decode_positions, span, prompts), wanted)
+            wanted = upload(torch.cat([torch.arange(n), ends]), self.device)
+        positions = upload(positions, self.device)
+        return self._call(ids, positions, PassView(self.cache, positions[:n], span, prompts), wanted)
 
     def _decode(self, ids: Tensor, positions: Tensor, targets: Tensor, span: int) -> Tensor:
         """Logits of a pass without prompts, as `DecodeGraphs` captures it: all tensors are on the device."""

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from actors.engines.native.transfers import upload
+
 log = logging.getLogger("streamrl.actor")
 
 FEWEST_ROWS, ROW_PARTS = 4, 2
@@ -104,7 +106,6 @@ class DecodeGraphs:
         with torch.inference_mode(False):
             # Tokens, their positions, and the rows that their keys and values go to.
             self._inputs = torch.zeros((3, slots), dtype=torch.int64, device=device)
-            self._host = torch.zeros((3, slots), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._rows = torch.arange(slots)
         self._logits: Tensor | None = None
         self._sets: OrderedDict[tuple[int, ...], _Set] = OrderedDict()
@@ -113,21 +114,19 @@ class DecodeGraphs:
         """Logits [n, vocab], which stay until the next call; None where the plain pass is to run.
 
         Args:
-            ids, positions: [n] int64 on the host, as in `Forward.run`.
+            ids, positions: [n] int64, as in `Forward.run`.
             longest: cached tokens of the longest row after this pass.
             prepared: what else than `weights` the pass reads them from; it is replaced and never changed.
         """
         n = ids.shape[0]
         rows = min(bucket(n, FEWEST_ROWS, ROW_PARTS), self._slots)
         places = min(bucket(longest, FEWEST_PLACES, PLACE_PARTS), self._max_tokens)
-        host = self._host
-        host[0, :n] = ids
-        host[1, :n] = positions
-        host[2, :n] = self._rows[:n]
-        host[:2, n:rows] = 0
-        host[2, n:rows] = self._slots
-        # The host waits for the tokens of every pass: by the next one this copy is done.
-        self._inputs.copy_(host, non_blocking=True)
+        host = torch.zeros((2, self._slots), dtype=torch.int64)
+        host[0, :n] = positions
+        host[1, :n] = self._rows[:n]
+        host[1, n:rows] = self._slots
+        self._inputs[0, :n].copy_(ids)
+        self._inputs[1:].copy_(upload(host, self._inputs.device))
         graphs = self._graphs_of(prepared)
         if (rows, places) not in graphs:
             try:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.engines.native.transfers import upload
 from streamrl.messages import Sampling
 from streamrl.messages.validate import LARGEST_SET
 
@@ -34,11 +35,11 @@ class SamplingPlan:
 
     def __init__(self, samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> None:
         def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+            return upload(torch.tensor(values, dtype=dtype), torch.device(device))[:, None]
 
         def where(flags: list[bool]) -> Tensor | None:
             rows = [row for row, flag in enumerate(flags) if flag]
-            return torch.tensor(rows, dtype=torch.int64, device=device) if rows else None
+            return upload(torch.tensor(rows), torch.device(device)) if rows else None
 
         self._samplings, self._device = samplings, device
         self._parts: dict[tuple[int, int], SamplingPlan] = {}
@@ -118,11 +119,6 @@ class Drawn(NamedTuple):
     logprobs: Tensor  # float32 [n] under the processed distribution; NaN where logits are
     sets: Mapping[int, np.ndarray]  # row -> the ids that are left, of each row with a top-k
 
-    def on_host(self) -> tuple[np.ndarray, list[float]]:
-        """Tokens and log-probs, in one transfer: a double holds any of either."""
-        tokens, logprobs = torch.stack([self.tokens.double(), self.logprobs.double()]).cpu().numpy()
-        return tokens.astype(np.int64), logprobs.tolist()
-
 
 def draw(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> Drawn:
     """Sample a token per row: logits [n, vocab] of any float type, uniforms [n] float64 in [0, 1)."""
@@ -148,7 +144,7 @@ def draw(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> Drawn:
 
 def _draw_piece(logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> Drawn:
     logprobs = processed_logprobs(logits, plan)
-    tokens = _invert(logprobs.exp(), torch.from_numpy(uniforms).to(logprobs.device)[:, None])
+    tokens = _invert(logprobs.exp(), upload(torch.from_numpy(uniforms), logprobs.device)[:, None])
     picked = logprobs.gather(-1, tokens)[:, 0]
     tokens = tokens[:, 0]
     if plan.greedy_rows is not None:

@@ -4,6 +4,9 @@ Rows 0..n-1 of the cache are the running sequences; a sequence that ends gives i
 group share a prompt: those that wait together are read once, and one that comes later copies the cache of a running
 sibling, as long as the weights that read it are still the installed ones.
 
+On a GPU the host is one pass behind: the tokens of a pass go into the next one on the device, and the host reads them
+while that runs. A sequence whose end is found so late has drawn one token too many, which is passed over.
+
 Stop strings: tokens and text do not line up (a token may hold half a character, a stop string may span tokens, some
 decoders drop a leading space), so the tail is decoded again with every token and only what it adds is searched.
 """
@@ -12,9 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +26,7 @@ from torch import Tensor
 from actors.engines.base import GenerateRequest, Generation, VersionSpan
 from actors.engines.native.forward import Forward, Prompt
 from actors.engines.native.sampling import SamplingPlan, draw, make_plan
+from actors.engines.native.transfers import Arrival, upload
 from streamrl.errors import EngineError, RequestError
 from streamrl.messages import VersionRef
 from streamrl.messages.seeding import uniforms
@@ -133,14 +137,31 @@ class _SharedPrompt:
     members: set[Sequence]
 
 
+class _Flight(NamedTuple):
+    """A pass whose tokens the host has not read yet."""
+
+    rows: list[Sequence]
+    sets: Mapping[int, np.ndarray]
+    arrival: Arrival
+
+
 class Scheduler:
     """All state of the running batch. Belongs to one thread; `step` runs one forward pass.
 
     Args:
         pinning: sequences end with the adapter that they began with.
+        ahead: launch each pass before the tokens of the last one are read; None: on a GPU. Drawn sets are read at once.
     """
 
-    def __init__(self, forward: Forward, max_num_seqs: int, prefill_tokens: int, *, pinning: bool = False) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        max_num_seqs: int,
+        prefill_tokens: int,
+        *,
+        pinning: bool = False,
+        ahead: bool | None = None,
+    ) -> None:
         self.forward = forward
         self.max_num_seqs = max_num_seqs
         self.ref: VersionRef | None = None
@@ -149,8 +170,11 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.tokens_total = self.prefill_tokens_total = self.steps_total = self.nonfinite_total = 0
         self._prefill_tokens, self._pinning = prefill_tokens, pinning
+        self._ahead = forward.device.type == "cuda" if ahead is None else ahead
+        self._flight: _Flight | None = None
         self._cached = np.zeros(max_num_seqs, dtype=np.int64)  # tokens in the cache, per row
-        self._last = np.zeros(max_num_seqs, dtype=np.int64)  # the token that is sampled but not yet in the cache
+        # Of each row, on the device, the token that is sampled but not yet in the cache.
+        self._last = torch.empty(0, dtype=torch.int64, device=forward.device)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._plan: SamplingPlan | None = None  # None: the rows have changed since it was made
         self._shared: dict[_Key, _SharedPrompt] = {}
@@ -170,16 +194,25 @@ class Scheduler:
 
         What fails with sequences that join fails them alone, if the model still works without them.
         """
-        n, cached, sampled = len(self.running), self._cached.copy(), self.tokens_total
+        n, cached = len(self.running), self._cached.copy()
         try:
-            self._pass(n)
-        except Exception as error:  # of a model's code, of a tokenizer, or of a device
-            if self.tokens_total != sampled:  # half of the rows may have their token
-                raise
+            launched = self._launch(n)
+        except Exception as error:  # of a model's code, or of a device
             self._cached = cached
             self._drop_failed(n, error)
+            return
+        self.catch_up()
+        self._flight = launched
+        if not (self._ahead and self.running):
+            self.catch_up()
 
-    def _pass(self, n: int) -> None:
+    def catch_up(self) -> None:
+        """Read the tokens of the last pass. Before weights change: each is of the version that serves until now."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._read(flight)
+
+    def _launch(self, n: int) -> _Flight:
         self._joined = []
         fresh = self._take_waiting()
         joined = self._joined
@@ -193,13 +226,13 @@ class Scheduler:
             readers.get(sequence.key, []).append(row)
         prompts = [Prompt(key[1], rows) for key, rows in readers.items()]
         versions = [key[0] or self.ref for key in (*(sequence.key for sequence in self.running[:n]), *fresh)]
-        logits = self.forward.run(torch.from_numpy(self._last[:n]), positions, longest, prompts, versions)
+        logits = self.forward.run(self._last[:n], positions, longest, prompts, versions)
         self._cached[:n] += 1
         self.steps_total += 1
         self.prefill_tokens_total += sum(len(prompt) for _, prompt in fresh)
         if joined:
             logits = self._with_joined(logits, n, joined, fresh)
-        self._advance(logits)
+        return self._draw(logits)
 
     def _with_joined(self, logits: Tensor, n: int, joined: list[Sequence], fresh: list[_Key]) -> Tensor:
         """A row for each running sequence, of one for each of the n that ran before and for each prompt that was read.
@@ -218,7 +251,8 @@ class Scheduler:
                 earlier.append(self._shared[key].logits[None])
             rows.append(row_of[key])
             self._shared[key].members.add(sequence)
-        return (torch.cat([logits, *earlier]) if earlier else logits)[rows]
+        logits = torch.cat([logits, *earlier]) if earlier else logits
+        return logits.index_select(0, upload(torch.tensor(rows), logits.device))
 
     # --- admission ---------------------------------------------------------------------------------------------
 
@@ -257,6 +291,7 @@ class Scheduler:
         self._shared = {key: one for key, one in self._shared.items() if one.members - set(joined)}
         for shared in self._shared.values():
             shared.members -= set(joined)
+        self.catch_up()
         self.forward.score([0, 0], 1, 1.0, self.ref)
         if len(joined) > 1:
             self.waiting.extendleft(reversed(joined))
@@ -266,7 +301,7 @@ class Scheduler:
             return
         failed = joined or list(self.running)
         if not joined:
-            self._remove(list(range(n)))
+            self._remove(list(range(len(failed))))
         for sequence in failed:
             sequence.deliver(EngineError(
                 f"a pass failed with this request, of {len(sequence.prompt)} prompt tokens, and the engine goes on: "
@@ -291,33 +326,42 @@ class Scheduler:
 
     # --- decoding ----------------------------------------------------------------------------------------------
 
-    def _advance(self, logits: Tensor) -> None:
-        """Sample one token for every row (logits [n, vocab]) and release the rows that have ended."""
+    def _draw(self, logits: Tensor) -> _Flight:
+        """Sample one token for every row: logits [n, vocab]."""
         n = len(self.running)
         if self._plan is None:
             self._plan = make_plan([sequence.request.sampling for sequence in self.running], self.forward.device)
         # The new token's place in the whole sequence: the next turn of the same episode draws other numbers.
         drawn = draw(logits, self._plan, uniforms(self._seeds[:n], self._cached[:n].astype(np.uint64)))
-        self._last[:n], logprobs = drawn.on_host()
-        self.tokens_total += n
-        ended: list[tuple[int, str | Exception | None]] = []
-        for row, (token, logprob) in enumerate(zip(self._last[:n].tolist(), logprobs, strict=True)):
-            if not math.isfinite(logprob):
-                ended.append((row, None))
+        flight = _Flight(list(self.running), drawn.sets, Arrival(drawn.tokens, drawn.logprobs))
+        self._last = drawn.tokens
+        return flight
+
+    def _read(self, flight: _Flight) -> None:
+        """Give each sequence its token of a pass, and release those that have ended."""
+        row_of = {sequence: row for row, sequence in enumerate(self.running)}
+        tokens, logprobs = flight.arrival.read()
+        ended: dict[int, str | Exception | None] = {}
+        for place, (sequence, token, logprob) in enumerate(zip(flight.rows, tokens, logprobs, strict=True)):
+            if sequence not in row_of:  # the pass was launched before its end was known
                 continue
-            try:
-                finish = self.running[row].add(token, logprob, drawn.sets.get(row))
-            except Exception as error:  # of the tokenizer, which looks for the request's own stop strings
-                finish = error
-            if finish is not None:
-                ended.append((row, finish))
-        if not ended:
-            return
-        sequences = [self.running[row] for row, _ in ended]
-        self._remove([row for row, _ in ended])
-        for sequence, (_, finish) in zip(sequences, ended, strict=True):
-            self._release(sequence, finish)
-        if any(finish is None for _, finish in ended):
+            self.tokens_total += 1
+            finish: str | Exception | None = None
+            if math.isfinite(logprob):
+                try:
+                    finish = sequence.add(token, logprob, flight.sets.get(place))
+                except Exception as error:  # of the tokenizer, which looks for the request's own stop strings
+                    finish = error
+                if finish is None:
+                    continue
+            ended[row_of[sequence]] = finish
+        rows = sorted(ended)
+        sequences = [self.running[row] for row in rows]
+        if rows:
+            self._remove(rows)
+        for row, sequence in zip(rows, sequences, strict=True):
+            self._release(sequence, ended[row])
+        if not all(map(math.isfinite, logprobs)):  # also of a token too many
             self.forward.cache.scrub(self._cached[: len(self.running)].tolist())
 
     def _release(self, sequence: Sequence, finish: str | Exception | None) -> None:
@@ -342,9 +386,12 @@ class Scheduler:
         places = [row for row in rows if row < left]
         moved = [row for row in range(left, len(self.running)) if row not in gone]
         if moved:
-            self.forward.cache.copy_rows(moved, places, int(self._cached[moved].max()))
-            for column in (self._cached, self._last, self._seeds):
+            # As far as the old rows were written: by a token too many perhaps with what is not finite.
+            self.forward.cache.copy_rows(moved, places, int(self._cached[moved + places].max()))
+            for column in (self._cached, self._seeds):
                 column[places] = column[moved]
+            written, read = (upload(torch.tensor(numbers), self._last.device) for numbers in (places, moved))
+            self._last.index_copy_(0, written, self._last.index_select(0, read))
         ended = [self.running[row] for row in rows]
         for place, row in zip(places, moved, strict=True):
             self.running[place] = self.running[row]
@@ -368,6 +415,7 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drop every sequence, when the engine ends."""
+        self._flight = None
         self.running.clear()
         self.waiting.clear()
         self._shared.clear()
@@ -397,7 +445,7 @@ class Scheduler:
             ([*sequence.prompt, *sequence.token_ids][: self._cached[row]], [row])
             for row, sequence in enumerate(self.running)
         ]
-        none = torch.empty(0, dtype=torch.int64)
+        no_ids, no_positions = self._last[:0], torch.empty(0, dtype=torch.int64)
         while texts:
             batch = [texts.pop()]
             num_tokens = len(batch[0][0])
@@ -405,4 +453,5 @@ class Scheduler:
                 num_tokens += len(texts[-1][0])
                 batch.append(texts.pop())
             self.prefill_tokens_total += num_tokens
-            self.forward.run(none, none, 0, [Prompt(ids, rows) for ids, rows in batch], [self.ref] * len(batch))
+            prompts = [Prompt(ids, rows) for ids, rows in batch]
+            self.forward.run(no_ids, no_positions, 0, prompts, [self.ref] * len(batch))

@@ -98,7 +98,7 @@ def dying(spec: EngineSpec) -> NativeEngine:
     def fail(*_):
         raise RuntimeError("the device is gone")
 
-    engine._scheduler._pass = engine._scheduler.forward.score = fail
+    engine._scheduler._launch = engine._scheduler.forward.score = fail
     return engine
 
 

@@ -337,31 +337,31 @@ def test_buckets_are_few_and_close(count):
     assert [bucket(number, 4, 2) for number in (1, 4, 5, 9, 17, 33, 49, 64)] == [4, 4, 8, 12, 24, 48, 64, 64]
 
 
-async def test_a_step_brings_tokens_and_logprobs_to_the_host_in_one_transfer(monkeypatch):
-    """Counted where a tensor of the device leaves it; what came to the host may be read there at will."""
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_tokens_and_logprobs_of_a_step_come_to_the_host_in_one_transfer(ahead, monkeypatch):
+    """Counted where a number leaves a tensor: never when a pass is launched, and once when its tokens are read."""
     moved, moves = [], ("cpu", "tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__")
-    steps = []
-    advance = Scheduler._advance
+    counts = {"_draw": [], "_read": []}
+    for name, found in counts.items():
+        kept = getattr(Scheduler, name)
 
-    def counting(self, logits):
-        began = len(moved)
-        with torch.inference_mode():
-            advance(self, logits)
-        steps.append(moved[began:])
+        def counting(self, given, kept=kept, found=found):
+            began = len(moved)
+            with torch.inference_mode():
+                out = kept(self, given)
+            found.append(moved[began:])
+            return out
 
-    monkeypatch.setattr(Scheduler, "_advance", counting)
+        monkeypatch.setattr(Scheduler, name, counting)
     async with engine_for(qwen3(), max_num_seqs=8) as engine:
+        engine._scheduler._ahead = ahead
         for name in moves:
             kept = getattr(torch.Tensor, name)
 
             def counted(tensor, *args, name=name, kept=kept):
-                if threading.current_thread() is engine._thread and not getattr(tensor, "on_host", False):
+                if threading.current_thread() is engine._thread:
                     moved.append(name)
-                out = kept(tensor, *args)
-                if name == "cpu":
-                    out = out.clone()
-                    out.on_host = True
-                return out
+                return kept(tensor, *args)
 
             monkeypatch.setattr(torch.Tensor, name, counted)
         samplings = [Sampling(), GREEDY, Sampling(temperature=0.5), Sampling(min_p=0.1), Sampling(top_p=0.8)]
@@ -369,4 +369,6 @@ async def test_a_step_brings_tokens_and_logprobs_to_the_host_in_one_transfer(mon
             engine.generate(request(prompt_of(5), 9, seed=seed, sampling=sampling))
             for seed, sampling in enumerate(samplings)
         ))
-    assert len(steps) >= 9 and all(step == ["cpu"] for step in steps)
+    assert len(counts["_draw"]) == len(counts["_read"]) >= 9 + ahead
+    assert not any(counts["_draw"])
+    assert [reads for reads in counts["_read"] if reads != ["tolist"]] == []

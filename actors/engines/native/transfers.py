@@ -1,0 +1,34 @@
+"""Small transfers that do not make the host wait for a GPU, which works through what it was given in order.
+
+They go through pinned memory of torch's own pool: a block is not given out again before its transfer is done.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def upload(host: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; a GPU fetches it when it comes to that."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class Arrival:
+    """Tokens and log-probs [n] of a pass on their way to the host, together: a double holds any of either."""
+
+    def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
+        numbers = torch.stack([tokens.double(), logprobs.double()])
+        cuda = numbers.is_cuda
+        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=cuda)
+        self._host.copy_(numbers, non_blocking=cuda)
+        self._done = torch.cuda.current_stream(numbers.device).record_event() if cuda else None
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Wait for them."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens, logprobs = self._host.tolist()
+        return list(map(int, tokens)), logprobs
