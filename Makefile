@@ -176,7 +176,7 @@ gem: install .venv-gem/.installed
 
 # The version that torch's CUDA builds take; the CPU builds have none.
 kernels: install .venv-kernels/.installed
-	$(BIN)/python -m pytest -s tests/unit/learner/test_logprob_kernel.py
+	$(BIN)/python -m pytest -s tests/unit/learner/test_logprob_kernel.py tests/unit/weights/test_fold_kernel.py
 
 .venv-kernels/.installed:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==3.7.1

@@ -3,6 +3,7 @@
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ import zmq
 from streamrl.errors import WeightsError
 from streamrl.messages import Manifest, Offer, VersionRef
 from streamrl.weights.gpu.cuda_memory import CudaMemory
-from streamrl.weights.gpu.device_document import DeviceDocument, DocumentFold, fold128
+from streamrl.weights.gpu.device_document import DeviceDocument, DocumentFold, _kernel_on, fold128
 from streamrl.weights.gpu.ipc import IpcBufferServer
 from streamrl.weights.manifest import DIGEST_FOLD128, bucket_ranges, document_nbytes, make_layout, make_manifest
 from tests.gpu.device import needs_gpu, start
@@ -58,6 +59,18 @@ def test_the_device_folds_to_the_hosts_number(nbytes):
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
 
     assert fold128(torch.from_numpy(data).cuda()) == fold128_numpy(data)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which CUDA builds of torch bring")
+def test_the_digests_kernel_runs_on_this_gpu_and_agrees_on_pieces():
+    body = torch.randint(0, 256, (document_nbytes(LAYOUT),), dtype=torch.uint8).cuda()
+    assert _kernel_on(body.device) is not None
+    fold, start = DocumentFold(LAYOUT, body.device), 0
+    for nbytes in (3, 5_000_002, body.numel() - 5_000_005):
+        fold.append(body[start : start + nbytes])
+        start += nbytes
+    data = body.cpu().numpy()
+    assert fold.digests() == [fold128_numpy(data[begin:end]) for begin, end in bucket_ranges(LAYOUT)]
 
 
 class GpuBuckets:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
+import os
 import struct
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
 from itertools import accumulate
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,6 +30,8 @@ from streamrl.weights.manifest import (
     tensor_nbytes,
     tensor_offsets,
 )
+
+log = logging.getLogger(__name__)
 
 
 class DeviceDocument:
@@ -132,13 +139,15 @@ def fold128(data: torch.Tensor) -> bytes:
     return pack(*fold_sums(data).tolist())
 
 
-def fold_sums(data: torch.Tensor, first_byte: int = 0) -> torch.Tensor:
+def fold_sums(data: torch.Tensor, first_byte: int = 0, sums: torch.Tensor | None = None) -> torch.Tensor:
     """(s1, s2) of bytes that begin at `first_byte` of their bucket: int64 [2] on their device, not waited for.
 
     Args:
         data: uint8 [n], contiguous.
+        sums: what they are added to, in place.
     """
-    sums = torch.zeros(2, dtype=torch.int64, device=data.device)
+    if sums is None:
+        sums = torch.zeros(2, dtype=torch.int64, device=data.device)
     lead = min(-first_byte % 4, data.numel())
     if lead:  # they end a word that other bytes began
         sums += _one_word(data[:lead], first_byte // 4 + 1, at=first_byte % 4)
@@ -150,12 +159,32 @@ def fold_sums(data: torch.Tensor, first_byte: int = 0) -> torch.Tensor:
         if aligned.data_ptr() % 4:
             # A view as int32 needs an address divisible by 4.
             aligned = aligned.clone()
-        words = aligned.view(torch.int32)
-        for start in range(0, num_words, _BLOCK_WORDS):
+        words, kernel = aligned.view(torch.int32), _kernel_on(data.device)
+        if kernel is not None:
+            kernel.add(words, word, sums)
+        for start in range(0, num_words if kernel is None else 0, _BLOCK_WORDS):
             sums += _fold_words(words[start : start + _BLOCK_WORDS], word + start)
     if body.numel() > 4 * num_words:
         sums += _one_word(body[4 * num_words :], word + num_words + 1)
     return sums
+
+
+@cache
+def _kernel_on(device: torch.device) -> ModuleType | None:
+    """The kernel, if it runs on this device: compiled for a GPU, on a CPU in the interpreter alone."""
+    if (device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1") or find_spec("triton") is None:
+        return None
+    words, found = torch.arange(-9, 5_000, dtype=torch.int32, device=device), torch.zeros(2, dtype=torch.int64)
+    try:
+        from streamrl.weights.gpu import fold_kernel
+
+        fold_kernel.add(words, 7, found := found.to(device))
+        if not torch.equal(found, _fold_words(words, 7)):
+            raise WeightsError(f"it gives {found.tolist()}")
+    except Exception as error:  # of a compiler, a driver, a version of Triton: none is worth a run
+        log.warning("digests are computed without their Triton kernel, which does not run here: %s", error)
+        return None
+    return fold_kernel
 
 
 def _one_word(data: torch.Tensor, index: int, at: int = 0) -> torch.Tensor:
@@ -224,7 +253,7 @@ class DocumentFold:
             step = min(data.numel() - done, self._ends[bucket] - at)
             first = at - (self._ends[bucket - 1] if bucket else 0)
             # Not waited for: a device folds while the next bytes arrive.
-            self.sums[bucket] += fold_sums(data[done : done + step], first)
+            fold_sums(data[done : done + step], first, self.sums[bucket])
             done, bucket = done + step, bucket + 1
 
     def digests(self, sums: torch.Tensor | None = None) -> list[bytes]:
