@@ -319,6 +319,7 @@ def test_a_label_is_of_the_weights_that_drew_the_token_in_a_crowd_too():
 async def test_an_engine_behind_catches_up_before_an_install():
     model, other, gate = qwen3(), qwen3(5), GatedTokenizer(20)
     async with engine_for(model, gate, max_tokens=128, max_num_seqs=3) as engine:
+        assert not engine._scheduler._ahead, "a CPU runs a pass where it is launched"
         engine._scheduler._ahead = True
         asked = [request(prompt_of(4 + seed), 60, seed=seed, stop=["never"] * (seed == 0)) for seed in range(5)]
         answers = [asyncio.create_task(engine.generate(one)) for one in asked]
@@ -386,6 +387,11 @@ def test_a_launch_needs_no_number_of_the_device_and_copies_none_to_it_but_throug
     def fail(self: Any, n: int, error: Exception) -> None:
         raise error
 
+    def made(values: Any, dtype: Any = None, device: Any = None, make: Any = torch.tensor) -> torch.Tensor:
+        assert device is None, "no operation is seen that copies these numbers to the device"
+        return make(values, dtype=dtype)
+
+    monkeypatch.setattr(torch, "tensor", made)
     monkeypatch.setattr(scheduler_module, "Arrival", FromNowhere)
     monkeypatch.setattr(scheduler_module.Scheduler, "_drop_failed", fail)
     model = tiny(0).to("meta").requires_grad_(False)
