@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from streamrl.weights.gpu.pinned import upload
+
 T = TypeVar("T")
 
 _MOST_KEPT = 64  # a model has a few mask rules in a pass, times a few blocks
@@ -53,8 +55,8 @@ class Block:
         """The same block on `device`."""
         more = self.continued
         if more is not None:
-            more = Continued(*(t.to(device) for t in (more.key_sources, more.query_positions, more.key_positions)))
-        return Block(self.length, self.sources.to(device), more)
+            more = Continued(*(upload(t, device) for t in (more.key_sources, more.query_positions, more.key_positions)))
+        return Block(self.length, upload(self.sources, device), more)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -79,7 +81,7 @@ class PackedLayout:
 
     def to(self, device: torch.device) -> PackedLayout:
         """The same layout on `device`."""
-        index = None if self.block_index is None else self.block_index.to(device)
+        index = None if self.block_index is None else upload(self.block_index, device)
         blocks = tuple(block.to(device) for block in self.blocks)
         return replace(self, blocks=blocks, block_index=index, _kept={})
 

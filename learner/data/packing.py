@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch import Tensor
 from learner.data.layout import PackedLayout, make_layout
 from learner.data.shared_prompts import KEYS_PER_TOKEN, Family, Stem, find_families
 from learner.data.trajectories import Trajectory
+from learner.data.transfer import on_device
 from learner.ranks.mesh import Ranks
 from streamrl.errors import ConfigError
 from streamrl.messages import PlanRow
@@ -76,9 +77,8 @@ class MicroBatch:
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on `device`."""
         target = torch.device(device)
-        movable = (f.name for f in fields(self) if f.name not in ("trajectory_ids", "num_shared", "has_gradient"))
-        parts = ((name, getattr(self, name)) for name in movable)
-        return replace(self, **{name: part.to(target) for name, part in parts if part is not None})
+        sets = None if self.sets is None else on_device(self.sets, target)
+        return on_device(replace(self, packing=self.packing.to(target), sets=sets), target)
 
 
 def pack(
@@ -342,9 +342,6 @@ class TokenSets:
     def sizes(self) -> Tensor:
         """Ids of each set, int64 [P]."""
         return torch.bincount(self.owner, minlength=len(self.tokens))
-
-    def to(self, device: torch.device) -> TokenSets:
-        return TokenSets(self.tokens.to(device), self.owner.to(device), self.ids.to(device), self.chosen.to(device))
 
 
 def token_sets(rows: Sequence[Trajectory], targets: np.ndarray) -> TokenSets | None:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from streamrl.weights.gpu.pinned import upload
+
 Part = TypeVar("Part")
 """A dataclass, some of whose fields are tensors."""
 Reading = Generator[Sequence[Tensor], Sequence[Tensor], None]
@@ -43,7 +45,7 @@ def on_host(*parts: Any) -> list[Any]:
 
 def on_device(part: Part, device: torch.device) -> Part:
     """The same dataclass with the tensors in its fields on `device`."""
-    return replace(part, **{name: tensor.to(device) for name, tensor in _tensors(part).items()})
+    return replace(part, **{name: upload(tensor, device) for name, tensor in _tensors(part).items()})
 
 
 def _tensors(part: Any) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from learner.data.packing import MicroBatch
 from streamrl.algorithms import Estimator, broadcast_rows
 from streamrl.algorithms.types import Moments
 from streamrl.config.schema import AdvantageConfig, Discount
+from streamrl.weights.gpu.pinned import upload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +41,8 @@ class RowAdvantages:
     def at(self, micro: MicroBatch) -> RowAdvantages:
         """The advantages of a micro-batch's trajectories, float32 and on its device."""
         places, device = torch.tensor(micro.trajectory_ids), micro.mask.device
-        advantages, baseline = (x[places].float().to(device) for x in (self.advantages, self.baseline))
-        turns = None if self.turns is None else self.turns[places].float().to(device)
+        advantages, baseline = (upload(x[places].float(), device) for x in (self.advantages, self.baseline))
+        turns = None if self.turns is None else upload(self.turns[places].float(), device)
         return RowAdvantages(advantages, baseline, self.moments, turns)
 
     def of_tokens(self, micro: MicroBatch) -> Tensor:

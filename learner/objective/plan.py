@@ -24,6 +24,7 @@ from streamrl.algorithms import log_ratios, loglinear_proximal, token_lags
 from streamrl.algorithms.types import ClipBounds
 from streamrl.config.schema import AdvantageBy
 from streamrl.messages import PlanRow
+from streamrl.weights.gpu.pinned import upload
 
 Values = TypeVar("Values", PassOutputs, Advantages)
 
@@ -171,7 +172,7 @@ class BatchPlan:
 
     def of_rows(self, per_trajectory: Tensor, batch: MicroBatch) -> Tensor:
         """The values of a micro-batch's trajectories among those [R] of this rank, on the micro-batch's device."""
-        return per_trajectory[torch.tensor(batch.trajectory_ids)].to(batch.mask.device)
+        return upload(per_trajectory[torch.tensor(batch.trajectory_ids)], batch.mask.device)
 
 
 def _rows(values: Values, rows: Sequence[int], width: int) -> Values:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from learner.data.packing import MicroBatch
 from streamrl.algorithms import lag_weights, log_ratios
+from streamrl.weights.gpu.pinned import upload
 
 EWMA = "ewma"
 FROZEN = ("recomputed", "loglinear")
@@ -120,5 +121,5 @@ class LagPolicy:
         if not self.m2_by_lag:
             return None
         # Lags beyond the table are rarer than what an expectation can be taken over: they count as its last.
-        table = torch.tensor(self.m2_by_lag, device=lags.device)
+        table = upload(torch.tensor(self.m2_by_lag), lags.device)
         return table[lags.clamp(0, len(self.m2_by_lag) - 1)]

@@ -27,11 +27,11 @@ from transformers import AttentionInterface
 
 from actors.engines.native.graphs import Capture, CudaCapture, DecodeGraphs
 from actors.engines.native.lean import LeanPass, hooks_of, why_plain
-from actors.engines.native.transfers import upload
 from actors.engines.native.weights import AdapterSets, checkpoint_tensors
 from streamrl.architectures.attention import MaskRule, attend, carry, check_extras, register, rule_of
 from streamrl.errors import EngineError
 from streamrl.messages import VersionRef
+from streamrl.weights.gpu.pinned import upload
 
 ATTENTION_NAME = "streamrl_slots"
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from actors.engines.native.transfers import upload
+from streamrl.weights.gpu.pinned import upload
 
 log = logging.getLogger("streamrl.actor")
 

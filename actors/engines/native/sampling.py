@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.engines.native.transfers import upload
 from streamrl.messages import Sampling
 from streamrl.messages.validate import LARGEST_SET
+from streamrl.weights.gpu.pinned import upload
 
 _BLOCK = 512  # ids
 _PIECE, _PIECE_CUDA = 1 << 21, 1 << 24

@@ -26,10 +26,11 @@ from torch import Tensor
 from actors.engines.base import GenerateRequest, Generation, VersionSpan
 from actors.engines.native.forward import Forward, Prompt
 from actors.engines.native.sampling import SamplingPlan, draw, make_plan
-from actors.engines.native.transfers import Arrival, upload
+from actors.engines.native.transfers import Arrival
 from streamrl.errors import EngineError, RequestError
 from streamrl.messages import VersionRef
 from streamrl.messages.seeding import uniforms
+from streamrl.weights.gpu.pinned import upload
 
 Decode = Callable[[Sequence[int]], str]
 _BROKEN = "\ufffd"  # what decoders show for bytes that are not yet a whole character

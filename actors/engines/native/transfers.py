@@ -1,19 +1,9 @@
-"""Small transfers that do not make the host wait for a GPU, which works through what it was given in order.
-
-They go through pinned memory of torch's own pool: a block is not given out again before its transfer is done.
-"""
+"""What a pass leaves for the host, which does not wait for a GPU before it needs it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def upload(host: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; a GPU fetches it when it comes to that."""
-    if device.type != "cuda":
-        return host.to(device)
-    return host.pin_memory().to(device, non_blocking=True)
 
 
 class Arrival:

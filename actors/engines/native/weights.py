@@ -20,7 +20,7 @@ from actors.engines.base import AdapterSpec
 from streamrl.errors import EngineError, WeightsError
 from streamrl.messages import VersionRef
 from streamrl.weights.adapter import DOWN, UP, Factors, factors_of
-from streamrl.weights.gpu.pinned import Upload
+from streamrl.weights.gpu.pinned import Upload, upload
 
 Staged = dict[str, Tensor]
 _KEPT = "The old version goes on serving."
@@ -171,9 +171,8 @@ class AdapterSets:
                     f"the adapter of {layer} is for [{up.shape[0]}, {down.shape[1]}], the layer is "
                     f"{list(self._shapes[layer])}. The old version keeps serving."
                 )
-            staged[layer] = Factors(*(
-                torch.empty_like(one, dtype=self._dtype, device=self._device).copy_(one) for one in (down, up)
-            ))
+            here = (upload(one, self._device) for one in (down, up))
+            staged[layer] = Factors(*(one.to(self._dtype, copy=True) for one in here))
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return staged

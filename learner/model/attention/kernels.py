@@ -35,6 +35,7 @@ from torch import Tensor
 from learner.data.layout import Block, PackedLayout, make_layout
 from streamrl.architectures.attention import CAUSAL, MaskRule, attend
 from streamrl.errors import ConfigError
+from streamrl.weights.gpu.pinned import upload
 
 
 def attend_in_blocks(
@@ -135,10 +136,10 @@ def _block_mask(packing: PackedLayout, rule: MaskRule, device: torch.device, com
     before = torch.tensor([len(keys) for keys in packing.key_places] or lengths) - sizes
     # The sequence of each token, the one that it continues, and so on to the first.
     numbers = list(range(len(lengths)))
-    chain = [torch.tensor(numbers).repeat_interleave(sizes).to(device)]
+    chain = [upload(torch.tensor(numbers).repeat_interleave(sizes), device)]
     while max(numbers := [parents[number] if number >= 0 else -1 for number in numbers]) >= 0:
-        chain.append(torch.tensor(numbers).repeat_interleave(sizes).to(device))
-    position = (torch.arange(sum(lengths)) + (before - starts).repeat_interleave(sizes)).to(device)
+        chain.append(upload(torch.tensor(numbers).repeat_interleave(sizes), device))
+    position = upload(torch.arange(sum(lengths)) + (before - starts).repeat_interleave(sizes), device)
 
     def seen(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         near = chain[0][query] == chain[0][key]
@@ -186,10 +187,10 @@ def ends_of(packing: PackedLayout, device: torch.device) -> Ends:
     num_keys, sources = lengths, None
     if packing.key_places:
         num_keys = tuple(map(len, packing.key_places))
-        sources = torch.from_numpy(np.concatenate(packing.key_places)).to(device)
+        sources = upload(torch.from_numpy(np.concatenate(packing.key_places)), device)
 
     def ends(sizes: tuple[int, ...]) -> Tensor:
-        return torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32, device=device)
+        return upload(torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32), device)
 
     return Ends(ends(lengths), ends(num_keys), max(lengths), max(num_keys), sources)
 

@@ -19,6 +19,17 @@ BUFFER_BYTES = 16 << 20
 """Of each of the two. Larger ones gain nothing over the cost of starting a copy, and pinned memory is scarce."""
 
 
+def upload(host: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on the device; a GPU fetches it when it comes to that, and the host does not wait.
+
+    It goes through pinned memory of torch's own pool, which gives a block out again once an event says that its copy
+    is done. From ordinary memory a copy would wait for all that the GPU was given before.
+    """
+    if torch.device(device).type != "cuda" or host.is_cuda:
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 class Download:
     """Tensors as bytes in host memory, piece by piece.
 

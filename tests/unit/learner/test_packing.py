@@ -1,5 +1,6 @@
 """Packing: nothing lost, nothing over the budget, always the same."""
 
+from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.data.packing import empty_micro_batch, equalize, pack
+from learner.data import layout, transfer
+from learner.data.packing import TokenSets, empty_micro_batch, equalize, pack
 from learner.ranks.mesh import Ranks
 from streamrl.errors import ConfigError
 from tests.kit.learning import batch, trajectory
@@ -97,3 +99,27 @@ def test_an_empty_pass_reaches_every_parameter_with_zeros(checkpoints):
     logprobs.sum().backward()
 
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+def tensors_in(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple):
+        return [one for part in value for one in tensors_in(part)]
+    parts = fields(value) if is_dataclass(value) else ()
+    return [one for part in parts for one in tensors_in(getattr(value, part.name))]
+
+
+def test_every_tensor_of_a_micro_batch_goes_to_its_device_through_pinned_memory(monkeypatch):
+    rows = rows_of([(9, 4), (9, 5), (9, 30), (3, 7)])
+    rows[1:2] = [replace(rows[1], prompt_ids=rows[0].prompt_ids)]
+    whole, sent = pack(rows, 200, share=True, bootstrap=True)[0], []
+    sets = TokenSets(*(torch.arange(number) for number in range(1, 5)))
+    whole = replace(whole, sets=sets)
+    for module in (transfer, layout):
+        monkeypatch.setattr(module, "upload", lambda one, device: sent.append(id(one)) or one.to(device))
+
+    moved = whole.to("meta")
+
+    assert sorted(sent) == sorted(map(id, tensors_in(whole))) and len(sent) > 20
+    assert {one.device.type for one in tensors_in(moved)} == {"meta"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streamrl.weights.gpu.pinned import Download, Upload
+from streamrl.weights.gpu.pinned import Download, Upload, upload
 
 CPU = torch.device("cpu")
 
@@ -50,3 +50,73 @@ def test_an_upload_casts():
     upload.finish()
 
     assert torch.equal(target, torch.arange(6.0).view(3, 2).t().to(torch.bfloat16))
+
+
+class FakeLateStream:
+    """Stands for a stream of a GPU that copies as late as it may: when an event after the copy is waited for."""
+
+    def __init__(self):
+        self.waiting, self.num_waits = [], 0
+
+    def record_event(self):
+        return FakeLateEvent(self, len(self.waiting))
+
+    def synchronize(self):
+        FakeLateEvent(self, len(self.waiting)).synchronize()
+
+
+class FakeLateEvent:
+    def __init__(self, stream, number):
+        self._stream, self._number = stream, number
+
+    def synchronize(self):
+        self._stream.num_waits += 1
+        for place, copy in enumerate(self._stream.waiting[: self._number]):
+            copy()
+            self._stream.waiting[place] = lambda: None
+
+
+class FakeDevicePiece:
+    """Stands for memory of a GPU, to which the stream copies late."""
+
+    def __init__(self, memory, stream):
+        self._memory, self._stream = memory, stream
+
+    def copy_(self, buffer, *, non_blocking):
+        assert non_blocking
+        self._stream.waiting.append(lambda: self._memory.copy_(buffer))
+
+
+def test_no_pinned_buffer_is_written_again_before_its_copy_has_ended():
+    stream, uploads = FakeLateStream(), Upload(CPU, nbytes=8)
+    uploads._stream, uploads._buffers = stream, [torch.empty(8, dtype=torch.uint8) for _ in range(2)]
+    data, found = torch.arange(45, dtype=torch.uint8), torch.zeros(45, dtype=torch.uint8)
+
+    for start in range(0, 45, 8):
+        uploads._copy_piece(data[start : start + 8], FakeDevicePiece(found[start : start + 8], stream))
+    assert stream.num_waits == 4, "six pieces, two buffers"
+    uploads.finish()
+
+    assert torch.equal(found, data)
+
+
+class FakePinnedTensor(torch.Tensor):
+    """Stands for a tensor of the host on a machine with a GPU: notes how it travels."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.pin_memory:
+            return args[0].clone().as_subclass(FakePinnedTensor)
+        if func is torch.Tensor.to:
+            return args[0], args[1:], kwargs
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_an_upload_to_a_gpu_is_pinned_and_not_waited_for_and_on_a_cpu_nothing_is_copied():
+    numbers = torch.arange(3)
+
+    pinned, to, how = upload(numbers.as_subclass(FakePinnedTensor), torch.device("cuda"))
+
+    assert to == (torch.device("cuda"),) and how == {"non_blocking": True}
+    assert pinned.data_ptr() != numbers.data_ptr() and pinned.as_subclass(torch.Tensor).tolist() == [0, 1, 2]
+    assert upload(numbers, CPU) is numbers
