@@ -67,6 +67,7 @@ def lines(name: str, planner: Planner, machine: Machine, found: Proposal) -> lis
         f"each GPU of {found.actors} actors with {engine.tensor_parallel} (what the learner leaves on one GPU):",
         f"  {engine.weights / GIB:8.1f} GiB  weights",
         f"  {WORKING / GIB:8.1f} GiB  passes and CUDA graphs (assumed)",
+        *[f"  {engine.graphs / GIB:8.1f} GiB  graphs of decode steps"] * bool(engine.graphs),
         f"  {engine.room / GIB:8.1f} GiB  keys and values: {engine.sequences(machine.context)} sequences of "
         f"{machine.context:,} tokens, {engine.per_token / 1024:.0f} KiB a token",
         "",

@@ -11,7 +11,8 @@ import torch
 
 from learner.fit.estimate import GIB, WORKING, Uncounted, engine_memory, job_of, num_parameters, rank_memory
 from learner.fit.models import config_of_model
-from learner.fit.proposal import LARGE_BATCH
+from learner.fit.proposal import LARGE_BATCH, MOST_SEQUENCES
+from streamrl.architectures.decode_graphs import graph_bytes
 from streamrl.config.devices import (
     BUDGET,
     COMPILE,
@@ -34,7 +35,6 @@ from streamrl.weights.transport import load_transport
 
 CONTEXTS = (8192, 4096, 2048)
 """Tokens of the longest prompt and answer, of which the first is taken that fits; `streamrl fit` assumes the same."""
-MOST_SEQUENCES = 256
 _WEIGHTS_ON_DEVICE = 3  # of a native engine that receives a version on its GPU
 
 
@@ -54,7 +54,7 @@ def choose(loaded: Loaded, device: torch.device, notify: Callable[[str], None]) 
         limit = total * (where.learner_share or config.learner.gpu_memory_share or 1.0)
         why_not = why_not_compiled(config.learner, device) if COMPILE in loaded.open else ""
         found = plan(loaded, model, limit=limit, engine=share * total, why_not_compiled=why_not, notify=notify)
-    no_room = _no_room(model, share * total) if model is not None else ""
+    no_room = _no_room(config, model, share * total) if model is not None else ""
     refused = dict[str, str]()
     for key, names in [(one.key, one.value) for one in loaded.choices if one.key.endswith(".transports")]:
         refused |= {one: no_room or _refusal(one, device) for one in names if one not in {*ON_HOST, *refused}}
@@ -141,12 +141,15 @@ def why_not_compiled(learner: LearnerConfig, device: torch.device) -> str:
     return ""
 
 
-def _no_room(model: Any, engine: float) -> str:
+def _no_room(config: Config, model: Any, engine: float) -> str:
     """Why the weights cannot come on the GPU of an engine with so many bytes, or nothing."""
     need = _WEIGHTS_ON_DEVICE * 2 * num_parameters(model) + WORKING
+    if config.actors.engine == "native":
+        need += graph_bytes(model, config.actors.num_concurrent, longest_sequence(config))
     if need <= engine:
         return ""
-    return f"{_WEIGHTS_ON_DEVICE} copies of the weights do not fit the {engine / GIB:.1f} GiB of an engine"
+    room = f"{engine / GIB:.1f} GiB of an engine"
+    return f"{_WEIGHTS_ON_DEVICE} copies of the weights, and what passes take, do not fit the {room}"
 
 
 def _refusal(name: str, device: torch.device) -> str:

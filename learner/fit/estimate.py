@@ -192,17 +192,21 @@ class EngineMemory:
     weights: int
     per_token: int  # of keys and values
     room: int  # for them
+    graphs: int = 0  # of the native engine's decode steps
 
     def sequences(self, context: int) -> int:
         """The number of sequences of that length that are held at once."""
         return max(0, self.room // (self.per_token * context))
 
 
-def engine_memory(model_config: Any, weights: int, memory: float, tensor_parallel: int) -> EngineMemory:
+def engine_memory(
+    model_config: Any, weights: int, memory: float, tensor_parallel: int, *, graphs: int = 0
+) -> EngineMemory:
     """An engine in half precision over so many GPUs.
 
     Args:
         weights: of the whole model. memory: of each GPU that it may use.
+        graphs: of the native engine (`graph_bytes`), which holds the weights twice; 0 with vLLM.
     """
     settings = model_config.get_text_config()
     heads = settings.num_attention_heads
@@ -211,9 +215,9 @@ def engine_memory(model_config: Any, weights: int, memory: float, tensor_paralle
     width = 2 * max(1, kv_heads // tensor_parallel) * head
     if rank := getattr(settings, "kv_lora_rank", None):  # latent attention caches one vector, whole on every GPU
         width = rank + settings.qk_rope_head_dim
-    own = weights // tensor_parallel
-    room = int(UTILIZATION * memory) - own - WORKING
-    return EngineMemory(tensor_parallel, own, 2 * width * settings.num_hidden_layers, max(0, room))
+    own = (2 if graphs else 1) * weights // tensor_parallel
+    room = int(UTILIZATION * memory) - own - WORKING - graphs
+    return EngineMemory(tensor_parallel, own, 2 * width * settings.num_hidden_layers, max(0, room), graphs)
 
 
 def tensor_parallel_sizes(model_config: Any, most: int) -> list[int]:

@@ -17,6 +17,7 @@ from learner.fit.estimate import (
     rank_memory,
     tensor_parallel_sizes,
 )
+from streamrl.architectures.decode_graphs import graph_bytes
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.load import load_config
 
@@ -29,7 +30,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "an adapter": ("policy.lora.rank=32",),
     "an adapter on a base in 4 bits": ("policy.lora.rank=32", "policy.lora.base_quantization=nf4"),
 }
-LARGE_BATCH = 16384
+LARGE_BATCH, MOST_SEQUENCES = 16384, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Planner:
         self.parameters = num_parameters(model_config)
         self._has_experts = "expert" in str(sorted(model_config.get_text_config().to_dict()))
         self._name, self._model, self._given, self._notify = name, model_config, tuple(given), notify
+        self._native = "actors.engine=native" in given
         self._estimates: dict[tuple[str, ...], RankMemory] = {}
 
     def propose(self, machine: Machine) -> Proposal:
@@ -100,8 +102,8 @@ class Planner:
         """Numbers of learner ranks, each with the smallest engine that the model fits; half of the GPUs first."""
         fixed = [int(word.partition("=")[2]) for word in self._given if word.startswith("launch.num_learner_ranks=")]
         if machine.gpus == 1:
-            return [(1, self._engine(1, machine.memory / 2))]
-        sizes = tensor_parallel_sizes(self._model, machine.gpus - 1)
+            return [(1, self._engine(1, machine, machine.memory / 2))]
+        sizes = tensor_parallel_sizes(self._model, 1 if self._native else machine.gpus - 1)
         usable = [size for size in sizes if self._holds_enough(size, machine)] or sizes[-1:]
         size = usable[0]
         ranks = fixed or list(dict.fromkeys((machine.gpus // 2, machine.gpus - 2 * size, machine.gpus - size)))
@@ -109,13 +111,16 @@ class Planner:
         sizes = [word.partition("=")[2] for word in self._given if word.startswith("learner.mesh.")]
         axes = prod(int(text) for text in sizes if text.isdecimal())
         fitting = [n for n in fitting if n % axes == 0]
-        return [(n, self._engine(size, machine.memory)) for n in fitting or [(machine.gpus - size) // axes * axes]]
+        return [(n, self._engine(size, machine)) for n in fitting or [(machine.gpus - size) // axes * axes]]
 
     def _holds_enough(self, size: int, machine: Machine) -> bool:
-        return self._engine(size, machine.memory).sequences(machine.context) >= FEWEST_SEQUENCES
+        return self._engine(size, machine).sequences(machine.context) >= FEWEST_SEQUENCES
 
-    def _engine(self, size: int, memory: float) -> EngineMemory:
-        return engine_memory(self._model, 2 * self.parameters, memory, size)
+    def _engine(self, size: int, machine: Machine, memory: float | None = None) -> EngineMemory:
+        rows = [int(word.partition("=")[2]) for word in self._given if word.startswith("actors.num_concurrent=")]
+        graphs = graph_bytes(self._model, (rows or [MOST_SEQUENCES])[-1], machine.context) if self._native else 0
+        usable = machine.memory if memory is None else memory
+        return engine_memory(self._model, 2 * self.parameters, usable, size, graphs=graphs)
 
     def _contradicts(self, words: Sequence[str]) -> bool:
         """Whether a setting of the user says otherwise."""
@@ -142,12 +147,12 @@ class Planner:
         chosen = [*(word for word in chosen if word.partition("=")[0] not in own), *self._given]
         rank = self._estimate(chosen)
         if machine.gpus == 1:  # shared: the engine gets what the learner leaves, on top of one context
-            engine = self._engine(1, (machine.memory - rank.total) / 0.92)
+            engine = self._engine(1, machine, (machine.memory - rank.total) / 0.92)
             share = min(0.95, (rank.total + RESERVED / 2) / machine.memory)
             chosen += [f"learner.gpu_memory_share={share:.2f}"] * ("learner.gpu_memory_share" not in own)
         sequences = engine.sequences(machine.context)
         if "actors.num_concurrent" not in own and sequences:
-            chosen.append(f"actors.num_concurrent={min(256, sequences)}")
+            chosen.append(f"actors.num_concurrent={min(MOST_SEQUENCES, sequences)}")
         fits = rank.total <= machine.memory and sequences >= 1
         version = 2 * (rank.trained if "policy.lora.rank" in str(chosen) else self.parameters)
         return Proposal(

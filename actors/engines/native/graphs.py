@@ -22,13 +22,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from streamrl.architectures.decode_graphs import FEWEST_PLACES, FEWEST_ROWS, PLACE_PARTS, ROW_PARTS, SETS, bucket
 from streamrl.weights.gpu.pinned import upload
 
 log = logging.getLogger("streamrl.actor")
-
-FEWEST_ROWS, ROW_PARTS = 4, 2
-FEWEST_PLACES, PLACE_PARTS = 256, 4
-_SETS = 2  # `WeightSets` has as many
 
 Work = Callable[[], None]
 Decode = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -150,7 +147,7 @@ class DecodeGraphs:
         if storage not in self._sets:
             self._sets[storage] = _Set(prepared, {})
         self._sets.move_to_end(storage)
-        while len(self._sets) > _SETS:
+        while len(self._sets) > SETS:
             self._sets.popitem(last=False)
         return self._sets[storage].graphs
 
@@ -165,12 +162,6 @@ class DecodeGraphs:
                 self._logits = torch.zeros((self._slots, logits.shape[1]), dtype=logits.dtype, device=logits.device)
         kept = self._logits[:rows]
         return self._capture(lambda: kept.copy_(self._decode(ids, positions, targets, places)))
-
-
-def bucket(count: int, fewest: int, parts: int) -> int:
-    """Round up to a multiple of `fewest`, and to one of `parts` steps between powers of two where that is more."""
-    step = max(fewest, (1 << (count - 1).bit_length()) // (2 * parts))
-    return -(-count // step) * step
 
 
 class Unrepeatable(TorchDispatchMode):

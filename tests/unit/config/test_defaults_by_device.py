@@ -14,9 +14,11 @@ import yaml
 
 from actors.settings import local_settings, settings_here
 from learner import __main__ as learner_main
+from learner.fit import by_device
 from learner.fit.by_device import choose, plan, why_not_compiled
-from learner.fit.estimate import GIB
+from learner.fit.estimate import GIB, WORKING, num_parameters
 from learner.fit.models import config_of_model
+from streamrl.architectures.decode_graphs import graph_bytes
 from streamrl.cli import launch as launch_command
 from streamrl.config.devices import PLANNED, Choice
 from streamrl.config.load import from_plain, load_config, load_with_choices, to_plain, to_yaml
@@ -155,6 +157,19 @@ def test_transports_that_the_device_refuses_or_has_no_room_for_are_left_out_with
     loaded = load_with_choices([f"policy.model_path={model}"])  # of the GPU an engine has a quarter
     found = [one for one in choose(loaded, torch.device("cuda"), print) if one.key in TRANSPORTS]
     assert values(found) == dict.fromkeys(TRANSPORTS, ["shm", "zmq"]) and "3 copies of the weights" in found[0].why
+
+
+def test_graphs_of_the_native_engine_count_where_its_gpu_has_to_hold_documents(machine, model, monkeypatch):
+    machine(1)
+    shape, refusals = config_of_model(str(model)), []
+    room = 3 * 2 * num_parameters(shape) + WORKING + graph_bytes(shape, 64, 1024)
+    for words in ((), ("actors.num_concurrent=128",), ("rollout.train.sampling.max_new_tokens=3000",)):
+        sizes = "actors.num_concurrent=64", "rollout.max_prompt_tokens=24", "rollout.train.sampling.max_new_tokens=1000"
+        config = load_with_choices([f"policy.model_path={model}", "actors.engine=native", *sizes, *words]).config
+        refusals.append(bool(by_device._no_room(config, shape, room)))
+        config.actors.engine = "vllm"
+        assert not by_device._no_room(config, shape, room)
+    assert refusals == [False, True, True]
 
 
 def test_launch_tells_what_was_chosen_and_every_process_and_the_record_have_it(here, machine, monkeypatch, capsys):

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from learner.fit.__main__ import main
+from learner.fit.__main__ import lines, main
 from learner.fit.estimate import (
     GIB,
     RESERVED,
     WORKING,
+    RankMemory,
     Uncounted,
     check_memory,
     engine_memory,
@@ -22,8 +23,10 @@ from learner.fit.estimate import (
 )
 from learner.fit.live_bytes import ACTIVATIONS, LOGITS, LiveBytes
 from learner.fit.models import PUBLISHED, config_of_model
+from learner.fit.proposal import Machine, Planner
 from learner.fit.stand_ins import QUANTIZED_BYTES
 from learner.ranks.mesh import Mesh
+from streamrl.architectures.decode_graphs import bucket, graph_bytes
 from streamrl.config.schema import LoraBase, LoraConfig, OptimizerConfig, PolicyConfig
 from streamrl.errors import ConfigError
 from tests.unit.config.setting_harness import config_of
@@ -138,6 +141,35 @@ def test_an_engine_has_its_part_of_the_weights_and_of_the_heads():
     assert one.room == int(0.92 * 80e9) - 16_000_000_000 - WORKING and two.weights == one.weights // 2
     assert one.sequences(8192) == one.room // (8192 * one.per_token)
     assert engine_memory(model, 16 << 30, 1e9, 1).room == 0
+
+
+def test_graphs_of_the_native_engine_are_counted_by_rows_and_span_wherever_its_gpu_is_divided(monkeypatch):
+    model = config_of_model("Qwen3-0.6B")
+    for rows, span in ((64, 4096), (128, 4096), (64, 8192), (50, 3000), (1, 2)):
+        shapes = {(min(bucket(row, 4, 2), rows), min(bucket(place, 256, 4), span))
+                  for row in range(1, rows + 1) for place in (*range(1, span + 1, 97), span)}
+        held = 2 * len(shapes) * 28 * (40 << 10)
+        assert graph_bytes(model, rows, span) == held + 10 * rows * model.vocab_size + 16 * rows * span
+    graphs = graph_bytes(model, 64, 4096)
+    assert graphs < graph_bytes(model, 128, 4096) and graphs < graph_bytes(model, 64, 8192)
+
+    plain = engine_memory(model, 10**9, 80e9, 1)
+    native = engine_memory(model, 10**9, 80e9, 1, graphs=graphs)
+    assert (plain.graphs, native.graphs) == (0, graphs) and native.weights == 2 * plain.weights
+    assert plain.room - native.room == graphs + plain.weights
+
+    kinds = RankMemory("backward pass", {"parameters": GIB}, 10**6, 0)
+    monkeypatch.setattr(Planner, "_estimate", lambda self, words: kinds)
+    found = {}
+    for rows, context in ((64, 4096), (256, 4096), (256, 8192)):
+        words = ["actors.engine=native", f"actors.num_concurrent={rows}"]
+        planner, machine = Planner("Qwen3-0.6B", model, words), Machine(2, 80e9, context)
+        proposal = planner.propose(machine)
+        found[rows, context] = proposal.engine.graphs
+        told = [line for line in lines("Qwen3-0.6B", planner, machine, proposal) if "graphs of decode steps" in line]
+        assert float(told[0].split()[0]) == pytest.approx(proposal.engine.graphs / GIB, abs=0.05)
+    assert found == {key: graph_bytes(model, *key) for key in found} and len(set(found.values())) == 3
+    assert Planner("Qwen3-0.6B", model, []).propose(Machine(2, 80e9, 4096)).engine.graphs == 0
 
 
 @pytest.mark.shows("learner.gpu_memory_share")
