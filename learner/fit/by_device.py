@@ -54,7 +54,7 @@ def choose(loaded: Loaded, device: torch.device, notify: Callable[[str], None]) 
         limit = total * (where.learner_share or config.learner.gpu_memory_share or 1.0)
         why_not = why_not_compiled(config.learner, device) if COMPILE in loaded.open else ""
         found = plan(loaded, model, limit=limit, engine=share * total, why_not_compiled=why_not, notify=notify)
-    no_room = _no_room(config, model, share * total) if model is not None else ""
+    no_room = _no_room(loaded, model, share * total) if model is not None else ""
     refused = dict[str, str]()
     for key, names in [(one.key, one.value) for one in loaded.choices if one.key.endswith(".transports")]:
         refused |= {one: no_room or _refusal(one, device) for one in names if one not in {*ON_HOST, *refused}}
@@ -141,8 +141,9 @@ def why_not_compiled(learner: LearnerConfig, device: torch.device) -> str:
     return ""
 
 
-def _no_room(config: Config, model: Any, engine: float) -> str:
+def _no_room(loaded: Loaded, model: Any, engine: float) -> str:
     """Why the weights cannot come on the GPU of an engine with so many bytes, or nothing."""
+    config = loaded.config
     need = _WEIGHTS_ON_DEVICE * 2 * num_parameters(model) + WORKING
     if config.actors.engine == "native":
         need += graph_bytes(model, config.actors.num_concurrent, longest_sequence(config))

@@ -165,10 +165,10 @@ def test_graphs_of_the_native_engine_count_where_its_gpu_has_to_hold_documents(m
     room = 3 * 2 * num_parameters(shape) + WORKING + graph_bytes(shape, 64, 1024)
     for words in ((), ("actors.num_concurrent=128",), ("rollout.train.sampling.max_new_tokens=3000",)):
         sizes = "actors.num_concurrent=64", "rollout.max_prompt_tokens=24", "rollout.train.sampling.max_new_tokens=1000"
-        config = load_with_choices([f"policy.model_path={model}", "actors.engine=native", *sizes, *words]).config
-        refusals.append(bool(by_device._no_room(config, shape, room)))
-        config.actors.engine = "vllm"
-        assert not by_device._no_room(config, shape, room)
+        loaded = load_with_choices([f"policy.model_path={model}", "actors.engine=native", *sizes, *words])
+        refusals.append(bool(by_device._no_room(loaded, shape, room)))
+        loaded.config.actors.engine = "vllm"
+        assert not by_device._no_room(loaded, shape, room)
     assert refusals == [False, True, True]
 
 
