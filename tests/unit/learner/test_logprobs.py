@@ -1,13 +1,12 @@
 """The chunked head against log_softmax over the whole vocabulary."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.data.packing import TokenSets
+from learner.data.transfer import on_device
 from learner.model.scoring.logprobs import LogitRule, inspect_tokens, mass_below, measure_logit_rule, score_tokens
 
 M, H, V = 11, 6, 17
@@ -252,7 +251,7 @@ def test_sets_of_the_whole_vocabulary_give_what_no_sets_give():
     ):
         torch.testing.assert_close(mine, reference, atol=1e-12, rtol=1e-12)
     assert whole.sizes.tolist() == [V] * M
-    moved = replace(whole).to(torch.device("cpu"))
+    moved = on_device(whole, torch.device("cpu"))
     assert torch.equal(moved.ids, whole.ids)
 
 
