@@ -53,6 +53,8 @@ TICK_S = 0.1
 TICK_SHARE = 0.1
 """Of the loop's time at most: with thousands of actors, ticks are rarer."""
 MAX_DRAINED = 256
+GOODBYE_S = 2.0
+"""A hub waits so long for the actors of a finished run to leave."""
 NO_ACTOR_S = 10.0
 """A hub with weights and without actors says so this often."""
 ALWAYS = (
@@ -118,7 +120,7 @@ class HubServer:
         self._ranks = RankHandler(
             self.context, self.broadcast, lambda message: self._stop(message.reason, finished=message.finished)
         )
-        self._stopped = False
+        self._stopped = self._finished = False
         self._alone_since: float | None = None
         self._warn_at = 0.0
         connect = f"tcp://{host}:{self.endpoint.rpartition(':')[2]}" if is_wildcard(self.endpoint) else self.endpoint
@@ -166,7 +168,22 @@ class HubServer:
                 )
                 write_status(self.context, now)
                 self._check_keys(now)
-        self._drain_actors(time.monotonic())  # who asks to join by now need not wait for a hub that has gone
+        self._see_off()
+
+    def _see_off(self) -> None:
+        """Read on until the actors of a finished run have left, and answer who asks to join by now.
+
+        A connection that is closed with unread messages is reset, and what was on its way to the actor is lost: it
+        would look for a hub that has gone.
+        """
+        until = time.monotonic() + (GOODBYE_S if self._finished else 0.0)
+        while True:
+            now = time.monotonic()
+            self._peers.watch(now)
+            self._drain_actors(now)
+            if now >= until or not self._peers.any_of(self.context.connections.by_route):
+                return
+            self._actor_socket.poll(POLL_MS)
 
     def _tick(self, now: float) -> float:
         """Do what looks at every actor; returns when to do so again."""
@@ -243,7 +260,7 @@ class HubServer:
         """Stop every actor and end the loop."""
         if self._stopped:
             return
-        self._stopped = True
+        self._stopped, self._finished = True, finished
         write_status(self.context, time.monotonic(), state="finished" if finished else "stopped")
         self._actors.stop_all(reason, finished=finished)
 

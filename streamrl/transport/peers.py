@@ -146,6 +146,10 @@ class PeerLimit:
                 "process's open files (ulimit -n)", surplus, allowed,
             )
 
+    def any_of(self, named: Container[bytes]) -> bool:
+        """Whether a connection of one of these routing ids is open."""
+        return any(peer.name in named for peer in self._peers.values() if peer.name is not None)
+
     def close(self) -> None:
         """Close the monitor; call it before the router is closed."""
         self._router.disable_monitor()

@@ -93,7 +93,7 @@ class ActorHandler:
                 return False
             return True
         if self._end is not None:
-            if isinstance(message, Hello):  # it was joining while the others were told
+            if isinstance(message, (Hello, ActorHeartbeat)):  # it was joining while the others were told, or missed it
                 self._send(routing_id, self._end)
         elif isinstance(message, Hello):
             self._hello(routing_id, message, now, key_name)
