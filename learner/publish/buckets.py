@@ -51,7 +51,7 @@ class BucketWriter:
         self._downloads = [Download(device, nbytes=BUFFER_BYTES // count) for _ in range(count)]
 
     def takes(self, tensors: Sequence[Any]) -> bool:
-        """Whether a bucket can be cut out of each: they lie here in one piece, and no element in two buckets."""
+        """Return whether a bucket can be cut out of each: they lie here in one piece, no element in two buckets."""
         plain = all(isinstance(one, Tensor) and not hasattr(one, "full_tensor") for one in tensors)
         even = all(start % _WIDEST == 0 for start, _ in self._ranges)
         return even and plain and all(one.is_contiguous() for one in tensors)

@@ -9,7 +9,7 @@ FEWEST_PLACES, PLACE_PARTS = 256, 4
 SETS = 2
 """Sets of weights take turns, and each has graphs of its own."""
 _BYTES_A_LAYER = 40 << 10
-"""Of a graph: forty kernels of a KiB each, assumed, as no GPU was measured."""
+"""A layer has forty kernels of a KiB each in a graph: assumed, because no GPU was measured."""
 
 
 def bucket(count: int, fewest: int, parts: int) -> int:

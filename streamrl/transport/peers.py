@@ -147,7 +147,7 @@ class PeerLimit:
             )
 
     def any_of(self, named: Container[bytes]) -> bool:
-        """Whether a connection of one of these routing ids is open."""
+        """Return whether a connection of one of these routing ids is open."""
         return any(peer.name in named for peer in self._peers.values() if peer.name is not None)
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ class FakeSleepLoader(DocumentLoader):
 
 
 def tensors(worker: Any, tag: str) -> Iterator[torch.Tensor]:
-    """What vLLM allocates under this tag, but for buffers, which it saves at every level by itself."""
+    """Tensors that vLLM allocates under this tag, but for buffers, which it saves at every level by itself."""
     if tag == "kv_cache":
         yield from worker.model_runner.kv_caches
         return

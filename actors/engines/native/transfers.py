@@ -1,4 +1,4 @@
-"""What a pass leaves for the host, which does not wait for a GPU before it needs it."""
+"""Results of a pass on their way to the host, which does not wait for a GPU before it needs them."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class AdapterVllmEngine(VllmEngine):
     """A `VllmEngine` that `TakesAdapters`; its core starts with the base, not before."""
 
     sleep_level = 1
-    """Of vLLM: the base stays on the host, with the places of adapters, which vLLM allocates with the weights."""
+    """vLLM's level: the base stays on the host, with the places of adapters, which it allocates with the weights."""
 
     def __init__(self, spec: EngineSpec) -> None:
         assert spec.adapter is not None

@@ -74,7 +74,7 @@ class VllmEngine:
 
     name, returns_sets = "vllm", True
     sleep_level = 2
-    """Of vLLM: weights are dropped, because a newer version wakes it."""
+    """vLLM's level: weights are dropped, because a newer version wakes it."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.max_num_seqs, self.max_tokens, self._policy = spec.max_num_seqs, spec.max_tokens, spec.install_policy

@@ -60,7 +60,7 @@ class Asked:
 
 
 class Schedule:
-    """What happens before each pass, decided beforehand: what runs must not change it.
+    """Events before each pass, decided beforehand: what runs must not change them.
 
     With room for all sequences no sequence waits for the end of another, which comes a pass later where the host is
     behind. In a crowd it may, and so versions come only at the start: else other tokens would be of another version.
@@ -383,7 +383,7 @@ class FromNowhere:
 
 @torch.inference_mode()
 def test_a_launch_needs_no_number_of_the_device_and_copies_none_to_it_but_through_pinned_memory(monkeypatch):
-    """What a host reads of a meta tensor is an error. Groups join late and early, end, are aborted, and read again."""
+    """A host that reads a meta tensor is an error. Groups join late and early, end, are aborted, and read again."""
     def fail(self: Any, n: int, error: Exception) -> None:
         raise error
 
