@@ -20,7 +20,6 @@ from streamrl.errors import RequestError
 from streamrl.messages import Sampling
 from streamrl.messages.seeding import uniforms
 from tests.kit.each import each
-from tests.unit.engines import plain_sampling
 from tests.unit.engines.tiny_models import (
     GREEDY,
     LETTERS,
@@ -152,7 +151,6 @@ def test_the_only_possible_token_of_a_large_vocabulary_is_drawn(likely, number):
 
 @each("seed", range(300))
 def test_draws_are_those_of_whole_rows_bit_for_bit(seed):
-    """The reference makes tensors of all rows and the whole vocabulary; here most rows are looked at one by one."""
     pick = random.Random(seed)
     numbers_of = torch.Generator().manual_seed(seed)
     rows, vocab = pick.randrange(1, 13), pick.choice([7, 300, 512, 513, 1024, 1500, 5000])
@@ -163,11 +161,13 @@ def test_draws_are_those_of_whole_rows_bit_for_bit(seed):
     samplings = [pick.choice(kinds) for _ in range(rows)]
     if CUTS[2] not in kinds:  # of equal logits any may be the k-th
         logits = logits.to(pick.choice([torch.float32, torch.bfloat16]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_sampling, "_PIECE", pick.choice([1, 3 * vocab, 1 << 20]))
-        drawn = draw(logits, SamplingPlan(samplings), numbers(rows, seed))
+    found = []
+    for size in (pick.choice([1, 3 * vocab]), rows * vocab):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native_sampling, "_PIECE", size)
+            found.append(draw(logits, SamplingPlan(samplings), numbers(rows, seed)))
 
-    expected = plain_sampling.draw(logits, plain_sampling.SamplingPlan(samplings), numbers(rows, seed))
+    drawn, expected = found
     assert torch.equal(drawn.tokens, expected.tokens) and torch.equal(drawn.logprobs, expected.logprobs)
     assert {row: ids.tolist() for row, ids in drawn.sets.items()} == {
         row: ids.tolist() for row, ids in expected.sets.items()
