@@ -36,7 +36,6 @@ Outcome = tuple[Any, Exception | None, float, float]
 
 _THIS_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # Linux has it
 
-
 NOTHING: Any = object()
 """The argument of a method that takes none."""
 

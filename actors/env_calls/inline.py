@@ -2,7 +2,8 @@
 
     in threads   until NUM_QUICK calls of a method in a row, or nearly so, took at most QUICK_S
     inline       as long as they go on like that, in the main thread, whose calls a signal can interrupt
-    in threads   for good, after one call of SLOW_S; and always, where the environment says `may_block`
+    in threads   again, after a call of SLOW_S, until as many quick ones in a row as all such calls took milliseconds
+    in threads   for good, after one that hung; and always, where the environment says `may_block`
 
 An inline call that runs for too long is interrupted by SIGALRM. What no signal can interrupt, a library that waits and
 never comes back to Python, ends the process: its leases are given to others, and `streamrl launch` starts it again.
@@ -46,8 +47,8 @@ class InlineCalls:
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
-        self._streaks: dict[object, int] = {}
-        self._slow: set[object] = set()
+        self._streaks: dict[object, float] = {}
+        self._needed: dict[object, float] = {}  # quick calls in a row before an inline one
         self._deadline: float | None = None  # of the call that runs; monotonic
         self._name = ""
         self._owns_signal: bool | None = None
@@ -55,16 +56,17 @@ class InlineCalls:
     def note(self, method: Callable[..., Any], seconds: float) -> None:
         """A call of this method took so long, on whichever thread."""
         key = _function(method)
-        streak = self._streaks.get(key, 0)
-        self._streaks[key] = min(streak + 1, 2 * NUM_QUICK) if seconds <= QUICK_S else max(streak - SETBACK, 0)
-        if seconds >= SLOW_S:
-            self._slow.add(key)
+        streak, needed = self._streaks.get(key, 0), self._needed.get(key, NUM_QUICK)
+        if seconds >= SLOW_S:  # an import in the first call says nothing of the others, a service that is slow does
+            self._streaks[key], self._needed[key] = 0, needed + seconds / QUICK_S
+        else:
+            self._streaks[key] = min(streak + 1, needed + NUM_QUICK) if seconds <= QUICK_S else max(streak - SETBACK, 0)
 
     def ready(self, method: Callable[..., Any]) -> bool:
         """Whether `run` may call it."""
         key = _function(method)
         return (
-            self._streaks.get(key, 0) >= NUM_QUICK and key not in self._slow
+            self._streaks.get(key, 0) >= self._needed.get(key, NUM_QUICK)
             and not getattr(getattr(method, "__self__", None), "may_block", False)
             and threading.current_thread() is threading.main_thread() and self._has_signal()
         )

@@ -1,6 +1,7 @@
 """Quick methods are called on the event loop, and a call that hangs there is ended all the same."""
 
 import asyncio
+import math
 import resource
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from actors import EXIT_ENGINE_HUNG
 from actors.env_calls import executor
 from actors.env_calls.executor import EnvExecutor, HungCallError
-from actors.env_calls.inline import NUM_QUICK, SETBACK, SLOW_S, InlineCalls
+from actors.env_calls.inline import NUM_QUICK, QUICK_S, SLOW_S, InlineCalls
 from streamrl.environment import SingleTurnTask
 from streamrl.errors import TaskError
 
@@ -57,14 +58,14 @@ async def test_the_first_calls_have_a_thread_and_later_ones_none():
     assert await calls.run(Probe().step, "", 10.0)  # another episode of the same environment
 
 
-@pytest.mark.parametrize("why", ["few", "often too long", "once slow", "may block", "no inline calls", "alarm in use"])
+@pytest.mark.parametrize("why", ["few", "often too long", "once hung", "may block", "no inline calls", "alarm in use"])
 async def test_a_method_that_is_not_known_to_be_quick_has_a_thread(why):
     env, calls = proven(num=NUM_QUICK - 1 if why == "few" else NUM_QUICK)
     inline = calls._inline
     if why == "often too long":
         inline.note(env.step, SLOW_S / 2)
-    elif why == "once slow":
-        for seconds in (SLOW_S, *[1e-5] * (SETBACK + NUM_QUICK)):
+    elif why == "once hung":
+        for seconds in (math.inf, *[1e-5] * 10_000):
             inline.note(env.step, seconds)
     elif why == "may block":
         env.may_block = True
@@ -76,6 +77,23 @@ async def test_a_method_that_is_not_known_to_be_quick_has_a_thread(why):
     if why == "may block":
         env.may_block = False
         assert await calls.run(env.step, "", 10.0)
+
+
+@pytest.mark.parametrize("slow_s", [[SLOW_S], [SLOW_S, 3 * SLOW_S], [4 * SLOW_S, SLOW_S, SLOW_S]])
+async def test_slow_calls_ask_for_a_quick_one_for_each_of_their_milliseconds(slow_s):
+    env, calls = proven()
+    inline, needed = calls._inline, NUM_QUICK + round(sum(slow_s) / QUICK_S)
+    assert inline.ready(env.step)
+    for seconds in slow_s:
+        inline.note(env.step, seconds)
+        assert not inline.ready(env.step)
+        inline.note(env.step, 1e-5)
+    for _ in range(needed - 2):
+        inline.note(env.step, 1e-5)
+    assert not inline.ready(env.step)
+    for _ in range(2):  # rounding takes one
+        inline.note(env.step, 1e-5)
+    assert inline.ready(env.step) and await calls.run(env.step, "", 10.0)
 
 
 @pytest.mark.skipif(not hasattr(resource, "RUSAGE_THREAD"), reason="counts the waits of a thread")
