@@ -52,9 +52,11 @@ def proven(env=None, num=NUM_QUICK):
 
 async def test_the_first_calls_have_a_thread_and_later_ones_none():
     env, calls = Probe(), EnvExecutor(2, InlineCalls())
-    on_loop = [await calls.run(env.step, "", 10.0) for _ in range(4 * NUM_QUICK)]
-    assert not any(on_loop[:NUM_QUICK]) and on_loop[-1]
-    assert calls.num_answered == {"step": 4 * NUM_QUICK}
+    on_loop = [await calls.run(env.step, "", 10.0) for _ in range(NUM_QUICK)]
+    assert not any(on_loop)
+    while not on_loop[-1]:  # on a busy machine a few are not quick
+        on_loop.append(await calls.run(env.step, "", 10.0))
+    assert calls.num_answered == {"step": len(on_loop)}
     assert await calls.run(Probe().step, "", 10.0)  # another episode of the same environment
 
 
