@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 from streamrl.environment import THOUGHTS, ChatMessage
@@ -56,27 +57,61 @@ def rendered(tokenizer: Any, forms: Sequence[Form], tools: Tools = (), **options
     """The text of a conversation.
 
     Arguments of calls are given as objects, or as JSON to a template that wants texts; where it cannot do without the
-    content of a call, that is an empty text. Raises what the template raises.
+    content of a call, that is an empty text. Which of these it reads is seen by calls with marks in their place.
+
+    Raises:
+        TaskError: it leaves out a call, whatever it gets, as one beside words. Also what the template raises.
     """
     def text(some: Sequence[Form]) -> str:
         return tokenizer.apply_chat_template(list(some), tools=list(tools) or None, tokenize=False, **options)
 
-    objects = [_with_arguments(form, _as_object) for form in forms]
-    found = [call["function"]["arguments"] for form in objects for call in form.get("tool_calls") or ()]
-    if not found:
+    callers = [number for number, form in enumerate(forms, 1) for _ in form.get("tool_calls") or ()]
+    if not callers:
         return text(forms)
-    texts, failure = [_with_arguments(form, _as_text) for form in forms], None
-    with_texts = ([{**form, "content": form["content"] or ""} for form in one] for one in (objects, texts))
-    for some in (objects, texts, *with_texts):
+    marks = [f"streamrlcall{number}end" for number in range(len(callers))]
+    left_out, failure = None, None
+    for some, change in product(_by_content(forms), (_as_object, _as_text)):
         try:
-            whole = text(some)
+            probe = text(_with_marks(some, marks, change))
+            whole = text([_with_arguments(form, change) for form in some])
         except Exception as error:  # a template raises what it likes
             failure = failure or error
             continue
-        if not any(str(one) in whole and str(one) != json.dumps(one) for one in found):
-            return whole  # else it wrote an object in Python's form, which is no JSON
+        missing = [caller for caller, mark in zip(callers, marks, strict=True) if mark not in probe]
+        if missing:
+            left_out = left_out or missing[0]
+        elif not any(f"{{'{mark}'" in probe for mark in marks):  # an object in Python's form, which is no JSON
+            _tell_of_words(forms, whole)
+            return whole
+    if left_out is not None:
+        raise TaskError(
+            f"message {left_out} has tool_calls, of which the chat template leaves out one (some write none beside a "
+            "content, or only the first): give another with data.chat_template, or one call a message"
+        )
     assert failure is not None, "texts are written as they are"
     raise failure
+
+
+def _with_marks(forms: Sequence[Form], marks: Sequence[str], change: Callable[[Any], Any]) -> list[Form]:
+    """The messages with a mark as the one argument of each call."""
+    left = iter(marks)
+    return [_with_arguments(form, lambda _: change({next(left): 1})) for form in forms]
+
+
+def _by_content(forms: Sequence[Form]) -> Iterator[Sequence[Form]]:
+    """The messages as they are; with None, and with an empty text, as the content of those that have none."""
+    yield forms
+    if any(form.get("tool_calls") and form.get("content") == "" for form in forms):
+        yield [{**form, "content": form.get("content") or None} if form.get("tool_calls") else form for form in forms]
+    yield [{**form, "content": form.get("content") or ""} for form in forms]
+
+
+def _tell_of_words(forms: Sequence[Form], whole: str) -> None:
+    if any(form.get("tool_calls") and (form.get("content") or "").strip() not in whole for form in forms):
+        _tell_once(
+            "the chat template does not write the content of messages that call tools: the model does not see these "
+            "words; data.chat_template gives another"
+        )
 
 
 def plain_text(message: ChatMessage) -> str:

@@ -190,6 +190,54 @@ def test_a_template_or_a_join_that_writes_no_calls_refuses_them(tmp_path, caplog
     assert "does not write reasoning_content" in caplog.text
 
 
+RESULTS = ["no", f"Error: {ARGUMENTS}", json.dumps(ARGUMENTS)]
+
+
+@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize("content", [None, "", "I look."])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_result_that_repeats_the_arguments_changes_nothing(tmp_path, name, content, result, caplog):
+    """Programs print them in Python's form, which a template that knows no JSON would write, too."""
+    talk = [ASKED, {**CALLED, "content": content}, {**RESULT, "content": result}, ANSWERED, AGAIN]
+    made, messages = encoder(tmp_path, name), RecordShape().messages({"messages": talk})
+    chat_template._warned.clear()
+
+    prompt = Renderer(made.tokenizer).input_text(messages)
+
+    assert prompt == expected(made.tokenizer, talk, name, add_generation_prompt=True)
+    assert made.render(messages)[0] == expected(made.tokenizer, talk, name)
+    assert ("does not write the content" in caplog.text) == (content == "I look." and content not in prompt)
+
+
+BESIDE = "{{ m.content if m.content else '' }}{% if not m.content %}CALLS{% endif %}"
+LEAVES_OUT = {  # what a template writes of an assistant's message, and which contents it writes no call beside
+    "beside no content": (BESIDE, ["I look."]),
+    "beside no text": ("{% if m.content is string %}{{ m.content }}{% else %}CALLS{% endif %}", ["I look."]),
+    "only the first": ("{% set c = m.tool_calls[0] %}{{ c.function.name }}{{ c.function.arguments }}", ["I look.", ""]),
+}
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize("content", ["I look.", ""])
+@pytest.mark.parametrize("kind", LEAVES_OUT)
+def test_a_template_that_leaves_out_some_calls_refuses_those(tmp_path, kind, content):
+    """As DeepSeek R1's beside a content, and gpt-oss' all but the first."""
+    form, refused = LEAVES_OUT[kind]
+    template = "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}" + form.replace("CALLS", CALLS)
+    template += "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    calls = [call(), call({"now": 1}, "clock")]
+    messages = RecordShape().messages({"messages": [ASKED, {**CALLED, "content": content, "tool_calls": calls}, AGAIN]})
+    renderer, made = Renderer(tool_tokenizer("qwen"), chat_template=template), encoder(tmp_path, "qwen")
+    made.tokenizer.chat_template = template
+
+    if content in refused:
+        for refuses in (renderer.input_text, made.render):
+            with pytest.raises(TaskError, match=r"message 2 has tool_calls.*leaves out one.*data\.chat_template"):
+                refuses(messages)
+    else:
+        assert renderer.input_text(messages).count("weather") == 1 == renderer.input_text(messages).count("clock")
+
+
 def test_training_and_evaluation_rewards_and_environments_get_the_whole_messages(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(
         json.dumps({"messages": [{**ASKED, "content": f"Rain {n}?"}, *TALK[1:-1]], "answer": "Yes."}) + "\n"
