@@ -164,13 +164,24 @@ def _from_parameters(name: str, text: str, at: int, takes: Mapping[str, Any]) ->
             problem = f"the argument {found[1]!r:.60} of {name} does not end: close it with {_PARAMETER_ENDS}."
             return BadCall(problem), len(text)
         told, value = takes.get(found[1]), text[found.end() : end].removesuffix("\n")
-        kind = told.get("type", "string") if isinstance(told, Mapping) else "string"
-        arguments[found[1]] = value if "string" in kind else json_or_text(value.strip())
+        arguments[found[1]] = value if _takes_text(told) else json_or_text(value.strip())
         at = end + len(_PARAMETER_ENDS)
     rest = text[at:].lstrip()
     if rest and not rest.startswith(_FUNCTION_ENDS):
         return BadCall(f"after the arguments of {name} stands {rest!r:.40}: close it with {_FUNCTION_ENDS}."), at
     return ToolCall(name, arguments), at
+
+
+def _takes_text(told: Any) -> bool:
+    """Whether a text is one of the values that this schema of an argument takes; yes, if it does not say."""
+    if not isinstance(told, Mapping):
+        return True
+    if isinstance(kinds := told.get("type"), str | list):
+        return "string" in kinds
+    if isinstance(values := told.get("enum", [told["const"]] if "const" in told else None), list):
+        return any(isinstance(one, str) for one in values)
+    several = [one for key in ("anyOf", "oneOf", "allOf") if isinstance(told.get(key), list) for one in told[key]]
+    return any(map(_takes_text, several)) if several else "$ref" not in told
 
 
 def _schemas(tools: Described) -> dict[str, Mapping[str, Any]]:

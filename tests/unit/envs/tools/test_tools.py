@@ -234,10 +234,15 @@ def test_a_damaged_call_says_what_was_wrong(text: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "value", "read"),
     [("string", "7", "7"), ("integer", "7", 7), ("array", "[1, 2]", [1, 2]), ("boolean", "true", True),
-     (["string", "null"], "7", "7"), ("number", "x", "x"), (None, "7", "7")],
+     (["string", "null"], "7", "7"), ("number", "x", "x"), (None, "7", "7"),
+     ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "7", 7),  # as pydantic writes int | None
+     ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "7", "7"),
+     ({"oneOf": [{"type": "array"}, {"enum": [1, 2]}]}, "[1]", [1]), ({"allOf": [{"$ref": "#/$defs/P"}]}, "{}", {}),
+     ({"enum": [1, 2]}, "2", 2), ({"enum": ["1", "2"]}, "2", "2"), ({"const": 3}, "3", 3),
+     ({"$ref": "#/$defs/P"}, '{"a": 1}', {"a": 1}), ({"$ref": "#/$defs/Color"}, "red", "red"), (7, "7", "7")],
 )  # fmt: skip
 def test_an_argument_between_tags_has_the_type_that_the_tool_takes(kind: object, value: str, read: object) -> None:
-    takes = {"properties": {"x": {} if kind is None else {"type": kind}}}
+    takes = {"properties": {"x": {} if kind is None else kind if isinstance(kind, dict) else {"type": kind}}}
     schema = {"type": "function", "function": {"name": "f", "parameters": takes}}
     text = f"<tool_call><function=f><parameter=x>{value}</parameter></function></tool_call>"
     assert parse_tags(text, [schema]) == [ToolCall("f", {"x": read})]
