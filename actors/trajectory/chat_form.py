@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from envs.data.chat_template import call_text, is_whole_call
-from envs.rewards.thoughts import spoken, spoken_from
+from envs.rewards.thoughts import TAIL, heard, spoken, spoken_from
 from envs.tools.parsing import ToolCall as ParsedCall
 from envs.tools.parsing import parse_json, parse_tags
 from streamrl.environment import ROLES, ChatMessage, Generated
@@ -111,6 +111,8 @@ class ChatCompletion:
 class Generates(Protocol):
     async def generate(self, prompt: Sequence[Any], **options: Any) -> Generated: ...
 
+    def shown(self, token_ids: Sequence[int]) -> str: ...
+
 
 class Chat:
     """`chat.completions.create`.
@@ -147,7 +149,8 @@ class Chat:
             )
         limit = min(limits, default=None) if all(isinstance(one, int) for one in limits) else limits[0]
         answer = await self._client.generate(messages, tools=list(tools or ()), max_new_tokens=limit, **given)
-        calls = self._calls(answer.text, tools) if called else []
+        said = heard(answer.text, self._client.shown(answer.prompt_ids[-TAIL:]))
+        calls = self._calls(said, tools) if called else []
         self._num_completions += 1
         finish = "tool_calls" if calls else answer.finish if answer.finish == "length" else "stop"
         message = Message(answer.text, tool_calls=calls or None)
@@ -164,7 +167,7 @@ class Chat:
         for name, arguments in _read_calls(text, tools):
             self._num_calls += 1
             found.append(ToolCall(f"call-{self._name}-{self._num_calls}", FunctionCall(name, arguments)))
-        self.texts.add(text, found)
+        self.texts.add(str(text), found)
         return found
 
 

@@ -225,6 +225,10 @@ class Client:
         """The bytes that a token stands for, which may be part of a character."""
         return self._renderer.token_bytes(token_id)
 
+    def shown(self, token_ids: Sequence[int]) -> str:
+        """These tokens as text, special ones included."""
+        return self._renderer.whole_text(token_ids)
+
     async def count(self, messages: Sequence[Any], tools: Tools = ()) -> int:
         """The tokens of an input, which the model does not read."""
         _, ids = await self._input(messages, tools, train=False)

@@ -11,6 +11,7 @@ from streamrl.config.load import load_config
 from streamrl.messages import Purpose
 from tests.kit.loops import run
 from tests.unit.actors.fakes import installed_engine, lease, make_runner
+from tests.unit.actors.test_agents import AgentLoop, Q
 from tests.unit.actors.test_rewritten_history import TEMPLATE, replies, tokenizer
 
 OPENING = TEMPLATE.replace("<start>a:", "<start>a:<think>\n")
@@ -68,6 +69,32 @@ def test_evaluations_count_the_answers_that_are_paid(tmp_path):
         group = play(tmp_path, OPENING, [said], *words, purpose=Purpose.EVAL)
         assert group.answers == (answer,)
     assert play(tmp_path, TEMPLATE, ["<answer>4</answer>"], *words, purpose=Purpose.EVAL).answers == ("4",)
+
+
+@pytest.mark.parametrize(("said", "num"), [(f"perhaps {CALL}", 0), (f"so</think>{CALL}", 1), (CALL, 0)])
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/responses"])
+def test_a_client_gets_no_call_that_the_model_only_thought_of(said, num, path):
+    schema = {"name": "calculator", "parameters": {}, "input_schema": {}, "type": "function"}
+    tool = {"/chat/completions": {"type": "function", "function": {"name": "calculator"}},
+            "/messages": {key: schema[key] for key in ("name", "input_schema")}}.get(path, schema)
+
+    async def agent(session, asks):
+        body = {"messages": [Q], "input": "q", "tools": [tool]}
+        found.append((await asks.post(path, json=body)).raise_for_status().text)
+        return 1.0
+
+    async def work(template):
+        engine = await installed_engine(replies(said))
+        runner = make_runner(AgentLoop(agent), engine, renderer=Renderer(tokenizer(template)), max_new_tokens=120,
+                             max_prompt_tokens=80)  # fmt: skip
+        await run_group(lease(prompt=b"{}"), runner)
+        await runner.close()
+
+    found: list[str] = []
+    run(lambda: work(OPENING))
+    run(lambda: work(TEMPLATE))
+    kinds = ('"tool_calls": [', '"tool_use"', '"function_call"')
+    assert [any(kind in text for kind in kinds) for text in found] == [num > 0, True]
 
 
 def test_a_call_in_a_thought_that_the_template_opened_is_not_made(tmp_path):
