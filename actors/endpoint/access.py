@@ -124,8 +124,9 @@ def refused_by_name(read: Callable[..., T], *given: Any) -> T:
 
 
 def _keys(request: web.Request) -> tuple[str, str]:
-    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    return bearer, request.headers.get("x-api-key", "")
+    given = request.headers.get("Authorization", "")
+    scheme, _, key = given.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else given, request.headers.get("x-api-key", "")
 
 
 def _named(sessions: Sessions, name: str) -> Session:

@@ -14,6 +14,7 @@ import hashlib
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from actors.trajectory.chat_form import ChatCompletion, Kept
@@ -30,13 +31,14 @@ BYTES_PER_TOKEN = 100
 """About what a kept answer takes for each token of it and of its prompt: ids and log-probs are objects."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Answer:
     """A generation that one or several equal requests wait for; `gone`: whether the last client that asked is."""
 
     task: asyncio.Task[ChatCompletion]
     gone: Callable[[], bool]
     delivered: bool = False
+    num_bytes: int = 0
 
     def repeated(self, *, marked: bool) -> bool:
         """Whether another request with its body is the same call again, and not another call."""
@@ -59,32 +61,40 @@ class Session(AgentSession):
     record: Record = field(default_factory=dict)
     ended: asyncio.Future[str] | None = None
     over: bool = False
-    asked: dict[bytes, Answer] = field(default_factory=dict)  # calls that are under way
-    answers: Kept[bytes, Answer] = field(default_factory=Kept)
+    asked: dict[bytes, list[Answer]] = field(default_factory=dict)  # calls that are under way, by their bodies
+    answers: Kept[bytes, list[Answer]] = field(default_factory=Kept)
     conversations: Kept[str, list[dict[str, Any]]] = field(default_factory=Kept)
 
     def ask(self, body: bytes, options: Mapping[str, Any], gone: Callable[[], bool], *, marked: bool) -> Answer:
-        """The answer to this call, which may be one that is under way or was lost; `marked`: a repetition, it says."""
+        """The answer to this call, which may be one that is under way or was lost; `marked`: a repetition, it says.
+
+        Of several with this body, as those of n samples, each repetition gets one whose client has gone.
+        """
         digest = hashlib.blake2b(body, digest_size=16).digest()
-        known = self.asked.get(digest) or self.answers.get(digest)
-        if known is None or not known.repeated(marked=marked):
+        calls = [*(self.answers.get(digest) or ()), *self.asked.get(digest, ())]
+        lost = [one for one in reversed(calls) if one.repeated(marked=marked)]
+        known = min(lost, key=lambda one: (one.delivered, not one.gone()), default=None)
+        if known is None:
             known = Answer(asyncio.ensure_future(self._create(options)), gone)
-            self.asked[digest] = known
+            self.asked.setdefault(digest, []).append(known)
             known.task.add_done_callback(lambda task: self._keep(digest, known))
         known.gone, known.delivered = gone, False
         return known
 
     def _keep(self, digest: bytes, answer: Answer) -> None:
         """Keep the answer of a call for one that repeats it; a call that failed leaves nothing."""
-        if self.asked.get(digest) is answer:
+        under_way = self.asked[digest]
+        under_way.remove(answer)
+        if not under_way:
             del self.asked[digest]
         if not answer.task.cancelled() and answer.task.exception() is None:
-            usage = answer.task.result().usage
-            self.answers.put(digest, answer, BYTES_PER_TOKEN * usage["total_tokens"])
+            answer.num_bytes = BYTES_PER_TOKEN * answer.task.result().usage["total_tokens"]
+            kept = [*(self.answers.get(digest) or ()), answer]
+            self.answers.put(digest, kept, sum(one.num_bytes for one in kept))
 
     async def _create(self, options: Mapping[str, Any]) -> ChatCompletion:
         completion = await self.client.chat.create(**options)
-        read = self.client.tokenizer.decode(completion.prompt_token_ids[-TAIL:], skip_special_tokens=False)
+        read = self.client.shown(completion.prompt_token_ids[-TAIL:])
         self.answer = heard(completion.choices[0].message.content, read)
         return completion
 
@@ -106,7 +116,7 @@ class Session(AgentSession):
 
     def end(self) -> None:
         self.over, self.full = True, self.client.full
-        for one in self.asked.values():
+        for one in chain.from_iterable(self.asked.values()):
             one.task.cancel()
 
 

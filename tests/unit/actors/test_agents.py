@@ -283,6 +283,50 @@ async def test_a_client_that_hung_up_and_asks_again_gets_the_same_answer():
     assert member.reward == 1.0 and sequences(member) == [f"{START}|x"] and len(engine.requests) == 1
 
 
+@pytest.mark.parametrize("num", [2, 5])
+async def test_equal_calls_whose_clients_hung_up_get_an_answer_each_and_end_with_their_session(num):
+    """As n samples of one prompt that all ran into their client's time limit."""
+    gate = asyncio.Event()
+    engine = await installed_engine(replies(*map(str, range(num + 2))), gate=gate)
+
+    async def hasty(session):
+        async with http(session) as asks:
+            with pytest.raises(httpx.ReadTimeout):
+                await asks.post("/chat/completions", json=body, timeout=httpx.Timeout(5, read=0.05))
+
+    async def agent(session, asks):
+        await asyncio.gather(*(hasty(session) for _ in range(num)))
+        retry = {"x-stainless-retry-count": "1"}
+        again = [asyncio.ensure_future(asks.post("/chat/completions", json=body, headers=retry)) for _ in range(num)]
+        await until(lambda: not any(one.gone() for (calls,) in [session.asked.values()] for one in calls))
+        gate.set()
+        said = [(await one).json()["choices"][0]["message"]["content"] for one in again]
+        gate.clear()
+        left.extend(asyncio.ensure_future(ask(asks, Q)) for _ in range(2))
+        await until(lambda: len(engine.requests) == num + 2)
+        return float(sorted(said) == list(map(str, range(num))))
+
+    body, left = {"messages": [Q]}, []
+    runner = make_runner(AgentLoop(agent), engine, renderer=Renderer(TOKENIZER), max_turns=9, max_prompt_tokens=40)
+    member = member_of(await run_group(lease(prompt=json.dumps(RECORD).encode()), runner))
+    await until(lambda: not engine.stats().running)
+    await asyncio.gather(*left, return_exceptions=True)
+    await runner.close()
+    assert member.reward == 1.0 and len(sequences(member)) == num
+
+
+@pytest.mark.parametrize("form", ["Bearer {}", "bearer {}", "BEARER  {}", "{}"])
+def test_the_scheme_of_a_key_is_written_in_any_way(form):
+    async def agent(session, asks):
+        headers = {"Authorization": form.format(session.api_key)}
+        async with httpx.AsyncClient(base_url=session.base_url, headers=headers) as other:
+            told.append((await other.get("/models")).status_code)
+        return float((await ask(asks, Q)).status_code == 200)
+
+    told: list[int] = []
+    assert member_of(play(AgentLoop(agent), "x")[0]).reward == 1.0 and told == [200]
+
+
 # --- env.agent and env.agent_command ---------------------------------------------------------------------------------
 
 
