@@ -149,6 +149,7 @@ class Client:
         self._open_session = open_session
         self._texts = Texts(renderer)
         self._num_turns = self._num_waiting = 0
+        self._under_way: dict[asyncio.Future[None], tuple[list[int], str, int]] = {}
         self._closed = False
 
     @property
@@ -189,21 +190,19 @@ class Client:
         stop: str | Sequence[str] | None = None, train: bool = True, agent: str = "", **sampling: float | None,
     ) -> Generated:
         """The model's next turn: see `streamrl.environment.GenerationClient`."""
-        if self._closed:
-            raise TaskError("this episode is over: a client serves the rollout that it was given to, until it returns")
         distribution, stops = self._distribution(sampling, train), _stops(stop)
+        limit = self._rules.max_new_tokens if max_new_tokens is None else _count(max_new_tokens)
         try:
             text, read = await self._input(prompt, tools, train)
             if read is None:
                 self._refuse_long(train)
-            read, room = self._admitted(read, train, agent)
+            read, room = await self._turn(read, train, agent, limit)
         except EpisodeFullError:
             await asyncio.sleep(0)  # a loop that asks again and again must come to its time limit
             raise
-        wanted = room if max_new_tokens is None else min(room, _count(max_new_tokens))
-        request = self._rules.request(read, wanted, self._seed, self._num_turns, distribution, stops)
+        request = self._rules.request(read, room, self._seed, self._num_turns, distribution, stops)
         self._num_turns += 1
-        with self.waiting(), self._generating():
+        with self.waiting(), self._generating(), self._under(read, agent, room if train else 0):
             try:
                 generation = await self._engine.generate(request)
             except EngineError as error:
@@ -313,6 +312,33 @@ class Client:
 
     def _messages(self, prompt: Sequence[Any], tools: Tools) -> list[ChatMessage]:
         return as_messages(prompt, self.chat.texts, tools, writes_calls=self._renderer.writes_calls)
+
+    async def _turn(self, read: list[int], train: bool, agent: str, limit: int) -> tuple[list[int], int]:
+        """The input and the new tokens of a turn, once no call that is under way can take room from it."""
+        while True:
+            if self._closed:
+                raise TaskError(
+                    "this episode is over: a client serves the rollout that it was given to, until it returns"
+                )
+            read, room = self._admitted(read, train, agent)
+            room, others = min(room, limit), self._under_way
+            calls = [*others.values(), (read, agent, room)]
+            if not (train and others) or self._transcript.has_room(calls, self._rules.max_tokens):
+                return read, room
+            with self.waiting():
+                await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+
+    @contextmanager
+    def _under(self, read: list[int], agent: str, room: int) -> Iterator[None]:
+        """Around the generation of a turn; without room it is outside of the trajectory."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if room:
+            self._under_way[ended] = read, agent, room
+        try:
+            yield
+        finally:
+            self._under_way.pop(ended, None)
+            ended.set_result(None)
 
     def _admitted(self, read: list[int], train: bool, agent: str) -> tuple[list[int], int]:
         """The input, cut if it may be, and the new tokens that the turn may have."""

@@ -76,6 +76,17 @@ class Transcript:
         present = self.continued(read, agent)
         return self.num_tokens + len(read) - (0 if present is None else len(present.ids))
 
+    def has_room(self, calls: Sequence[tuple[Sequence[int], str, int]], max_tokens: int) -> bool:
+        """Whether calls that read these ids, for an agent, and say up to so many may all end, in any order.
+
+        Where several begin with all of a sequence, one alone goes on with it.
+        """
+        total = self.num_tokens + sum(len(read) + num_new for read, _, num_new in calls)
+        if total <= max_tokens:
+            return True  # whatever they go on with, which takes longer to find
+        present = {self.continued(read, agent) for read, agent, _ in calls}
+        return total - sum(len(one.ids) for one in present if one is not None) <= max_tokens
+
     def continued(self, read: Sequence[int], agent: str = "") -> RecordedSequence | None:
         """The longest sequence of this agent with which this input begins."""
         known = (one for one in self._sequences if one.agent == agent and one.goes_on(read))

@@ -1,16 +1,23 @@
 """A trajectory is a graph of sequences: agents that speak in turns, and forks of a conversation."""
 
+import asyncio
+import json
+from types import SimpleNamespace
+
+import msgspec
 import pytest
 
 from actors.engines.base import Generation, VersionSpan
 from actors.recorded import RecordedEngine
+from actors.rollout import run_group, sendable
 from actors.trajectory.transcript import Transcript
 from streamrl.errors import EngineError
-from streamrl.messages import VersionRef
+from streamrl.messages import Sampling, VersionRef
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
-from tests.kit.loops import run
-from tests.unit.actors.test_rewritten_history import TOKENIZER, sequences
-from tests.unit.envs.adapters.test_interaction_loops import member_of, play, write  # noqa: F401
+from tests.kit.loops import run, until
+from tests.unit.actors.fakes import installed_engine, lease, make_runner
+from tests.unit.actors.test_rewritten_history import TOKENIZER, Renderer, ids, replies, sequences
+from tests.unit.envs.adapters.test_interaction_loops import LIMITS, RECORD, member_of, play, write  # noqa: F401
 
 HEAD = """
 def talk(name):
@@ -137,3 +144,49 @@ def test_what_was_read_before_any_word_of_the_model_counts_only_if_it_goes_on(re
     transcript.begin([5])
     transcript.add_turn(read, Generation([9], [-1.0], [VersionSpan(VersionRef(1, 1), 0, 1)], "stop"))
     assert transcript.num_tokens == len(read) + 1
+
+
+PARALLEL = """
+same = [{"role": "user", "content": "q"}]
+first = [await client.generate(same)] if record["fork"] else []
+fork = [*same, {"role": "assistant", "content": first[0].text}, {"role": "user", "content": "u"}] if first else same
+said = await asyncio.gather(*(client.generate(fork) for _ in range(3)), return_exceptions=True)
+full = [one for one in said if isinstance(one, EpisodeFullError)]
+assert len(full) == sum(isinstance(one, Exception) for one in said), said
+return {"reward": 1.0, "full": float(len(full))}
+"""
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_calls_at_the_same_time_have_the_room_that_they_have_one_after_the_other(write, fork):  # noqa: F811
+    """A trajectory of more tokens than a learner takes costs the whole lease."""
+    task, found = write(PARALLEL, record={**RECORD, "fork": fork}), []
+
+    async def work(max_tokens: int, num_at_once: int | None) -> None:
+        limits = msgspec.structs.replace(LIMITS, max_trajectory_tokens=max_tokens)
+        engine = await installed_engine(lambda *_: ids("x" * 39 + "<end>"), tokens_per_step=num_at_once)
+        rules = {"max_prompt_tokens": 40, "max_new_tokens": 40, "max_turns": 5, "max_tokens": max_tokens}
+        one = lease(prompt=json.dumps(task.record("train", 0)).encode())
+        group = await run_group(one, make_runner(task, engine, renderer=Renderer(TOKENIZER), **rules))
+        assert sendable(group, one, limits) is group, group.detail
+        found.append((sequences(member_of(group)), member_of(group).scores))
+
+    for max_tokens in range(64, 264, 10):
+        found.clear()
+        run(lambda: work(max_tokens, None))  # noqa: B023, each call ends before the next one begins
+        run(lambda: work(max_tokens, 1))  # noqa: B023
+        assert found[0] == found[1], max_tokens
+
+
+async def test_short_answers_at_the_same_time_are_not_cut_for_one_another():
+    """Room that others might take is waited for, not taken away."""
+    gate, one = asyncio.Event(), [{"role": "user", "content": "q"}]
+    engine = await installed_engine(replies("1<end>", "2<end>"), gate=gate)
+    runner = make_runner(None, engine, renderer=Renderer(TOKENIZER), max_new_tokens=40, max_turns=5, max_tokens=80)
+    clock = SimpleNamespace(pause=lambda: None, resume=lambda: None)
+    client = runner._client(Transcript(), clock, 0, Sampling(), lambda: None)
+    calls = [asyncio.ensure_future(client.generate(one)) for _ in range(2)]
+    await until(lambda: engine.requests)
+    gate.set()
+    assert [(await call).text for call in calls] == ["1", "2"]
+    assert [request.max_new_tokens for request in engine.requests] == [40, 40]
