@@ -123,6 +123,30 @@ class Renderer:
             return ids[1:]
         return self.encode(text[len(end) :]) if end and text.startswith(end) else ids
 
+    def may_follow(self, text: str, *, last_token: int) -> bool:
+        """Whether this part of a rendered conversation can stand after the end of the model's turn as it sampled it.
+
+        Where the template writes a special token after every turn, more of the same message has none before it.
+        """
+        return last_token not in self._end_ids or not self._closes_turns or self._begins_with_special(text)
+
+    @cached_property
+    def _closes_turns(self) -> bool:
+        try:
+            return self.chat and self._begins_with_special(self.more_text([ChatMessage("user", "?")]))
+        except Exception:  # a template raises what it likes
+            return False
+
+    def _begins_with_special(self, text: str) -> bool:
+        return text.lstrip().startswith(self._special)
+
+    @cached_property
+    def _special(self) -> tuple[str, ...]:
+        """Texts of special tokens, and of those that end a turn."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = [token.content for number, token in added if token.special or number in self._end_ids]
+        return tuple({*special, *self.tokenizer.all_special_tokens})
+
     def more_text(self, messages: Sequence[ChatMessage]) -> str:
         """The environment's messages as text, between the end of the model's turn and its next one.
 

@@ -34,6 +34,10 @@ class _Text:
     ends: list[int] = field(default_factory=list)  # characters up to the end of each turn; -1: not known any more
 
 
+GoesOn = Callable[[str, int], bool]
+"""Whether a text can stand after a token that the model sampled."""
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """A sequence as it stood at a moment: it only grows, so that a thread may read it up to here."""
@@ -43,13 +47,13 @@ class Known:
     num_ids: int
     points: tuple[tuple[int, int], ...]  # (characters, ids) up to the end of each turn
 
-    def continued(self, text: str) -> tuple[int, str] | None:
+    def continued(self, text: str, goes_on: GoesOn) -> tuple[int, str] | None:
         """The ids that this text repeats, and the rest of the text: up to the latest turn that it has whole."""
         rest = rest_after(text, self.whole)
-        if rest is not None:
+        if rest is not None and goes_on(rest, self.sequence.ids[self.num_ids - 1]):
             return self.num_ids, rest
         for end, num_ids in reversed(self.points):
-            if end > 0 and text.startswith(self.whole[:end]):
+            if end > 0 and text.startswith(self.whole[:end]) and goes_on(text[end:], self.sequence.ids[num_ids - 1]):
                 return num_ids, text[end:]
         return None
 
@@ -84,10 +88,10 @@ class Texts:
         known.ends.append(len(known.whole))
 
 
-def continued(text: str, known: Iterable[Known]) -> tuple[list[int], str]:
+def continued(text: str, known: Iterable[Known], goes_on: GoesOn) -> tuple[list[int], str]:
     """The ids of the sequence that an input continues the longest, and the text after them; none if it continues none.
     """
-    found = [(one, *point) for one in known if (point := one.continued(text)) is not None]
+    found = [(one, *point) for one in known if (point := one.continued(text, goes_on)) is not None]
     if not found:
         return [], text
     one, num_ids, rest = max(found, key=lambda point: point[1])
@@ -301,7 +305,7 @@ class Client:
         """The text of an input and its ids, None if there are too many; on any thread."""
         whole, renderer = isinstance(prompt, str), self._renderer
         text = str(prompt) if whole else renderer.input_text(self._messages(prompt, tools), tools)
-        ids, rest = continued(text, known)
+        ids, rest = continued(text, known, lambda rest, last: whole or renderer.may_follow(rest, last_token=last))
         if not cut and renderer.surely_over(rest, limit - len(ids)):
             return text, None
         if ids:

@@ -84,7 +84,8 @@ class Conversation:
     def read(self, text: str, author: str) -> None:
         """The whole input of the next turn is this text; it continues the present one if it begins with it."""
         rest = rest_after(text, self.text)
-        if rest is not None:
+        as_it_is = self._messages is None or not rest  # else it may be more of what the model had ended
+        if rest is not None and (as_it_is or self._renderer.may_follow(rest, last_token=self._last_token)):
             self._follow(rest)
             return
         self.begin(text, self._renderer.encode(text))

@@ -190,3 +190,18 @@ async def test_short_answers_at_the_same_time_are_not_cut_for_one_another():
     gate.set()
     assert [(await call).text for call in calls] == ["1", "2"]
     assert [request.max_new_tokens for request in engine.requests] == [40, 40]
+
+
+@pytest.mark.parametrize("said", ["4<end>", "4<pad><end>", "4"])
+@pytest.mark.parametrize(("more", "follows"), [
+    ([("a", "42"), ("u", "u")], "42<end><start>u:u<end><start>a:"), ([("a", "4 or")], "4 or"),
+    ([("a", "4")], "4"), ([("a", "4"), ("u", "u")], "4<end><start>u:u<end><start>a:"),
+])
+def test_an_answer_that_comes_back_with_more_in_it_is_read_as_it_is_now(write, said, more, follows):  # noqa: F811
+    """Nothing of a message stands behind the end of its turn."""
+    roles = {"a": "assistant", "u": "user"}
+    messages = [{"role": "user", "content": "a"}, *({"role": roles[one], "content": text} for one, text in more)]
+    task = write(f"await speak(client, talk('a'))\nawait client.generate({messages})\nreturn 1.0", HEAD)
+    _, read, _ = play(task, said, "5<end>")
+
+    assert read[1].replace("<pad>", "") == f"<start>u:a<end><start>a:{follows}"

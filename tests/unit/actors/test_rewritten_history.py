@@ -203,6 +203,14 @@ async def test_a_context_that_begins_with_all_that_was_said_goes_on_in_the_same_
     assert sequences(group.members[0]) == ["<start>u:q<end><start>a:|x<end><start>u:u<end><start>a:y<end>"]
 
 
+@pytest.mark.parametrize("more", ["y", " or y"])
+async def test_a_context_with_more_in_a_turn_that_the_model_had_ended_is_read_as_it_is(more):
+    now = [ChatMessage("user", "q"), ChatMessage("assistant", f"x{more}"), ChatMessage("user", "u")]
+    group, _ = await play(talk(Step(0.0, done=False, context=now), Step(1.0)), "x<end>", "z<end>")
+    first = "<start>u:q<end><start>a:"
+    assert sequences(group.members[0]) == [f"{first}|x<end>", f"{first}x{more}<end><start>u:u<end><start>a:|z<end>"]
+
+
 async def test_messages_after_a_context_of_messages_belong_to_its_conversation():
     own = [ChatMessage("user", "n")]
     task = talk(Step(0.0, done=False, context=own), says("user", "u"), Step(1.0))
