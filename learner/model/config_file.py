@@ -23,6 +23,8 @@ def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
     check_adapter(Path(directory), said=f"{setting}={directory}")
     try:
         found = json.loads((Path(directory) / "config.json").read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
             f"{setting}={directory} holds no config.json: give a local Hugging Face checkpoint directory, or a name of "
@@ -30,7 +32,6 @@ def model_config(directory: str | Path, *, setting: str) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{setting}={directory}: its config.json cannot be read: {error}") from error
-    assert isinstance(found, dict), f"{directory}/config.json is no JSON object"
     return found
 
 

@@ -139,8 +139,22 @@ def _has_weights(folder: Path) -> bool:
 
 
 def num_rows(config: Mapping[str, Any]) -> int:
-    """The size of the vocabulary by a config.json: rows of the embeddings."""
-    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    """The size of the vocabulary by a config.json: rows of the embeddings of its text part.
+
+    Raises ConfigError: it does not say, and transformers knows no such model.
+    """
+    text = config.get("text_config")
+    size = (text if isinstance(text, Mapping) else config).get("vocab_size")
+    if size is not None:
+        return int(size)
+    from transformers import AutoConfig
+
+    try:  # it may say only what differs from its architecture's defaults, as that of Gemma 3 does
+        return int(AutoConfig.for_model(**config).get_text_config().vocab_size)
+    except Exception as error:  # of a class of transformers, which checks the whole configuration
+        raise ConfigError(
+            f"config.json tells no vocab_size, and transformers has none for it ({in_one_line(error)}): add it there."
+        ) from error
 
 
 def quantization_of(folder: Path) -> str:

@@ -1,26 +1,30 @@
 """Every form of a checkpoint: learner, ranks and engine read what plain transformers does, or refuse it."""
 
 import asyncio
+import copy
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from actors.local_policy import find_model, local_config, open_policy
 from envs.rewards.local_model import check_checkpoint
 from learner.fit.models import config_of_model
+from learner.model.config_file import policy_vocab_size
 from learner.model.policy import load_policy
 from learner.ranks.mesh import Ranks
 from learner.setup.preflight import check_folders, check_models
 from learner.supervised.__main__ import train
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
-from streamrl.weights.model_folder import stored_tensors
+from streamrl.weights.model_folder import num_rows, stored_tensors
 from tests.docs.extract import extract
+from tests.kit.each import each
 from tests.unit.learner import checkpoint_forms as forms
 from tests.unit.learner.checkpoint_forms import MADE_UP, READ, REFUSED, ROWS
 from tests.unit.learner.test_two_ranks import launch_script
@@ -125,6 +129,46 @@ def test_other_commands_refuse_such_a_folder_too(made, form, tmp_path):
                 read()
     finally:
         path.write_text(before)
+
+
+SIZE = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+AS_PUBLISHED = {  # of Gemma 3, but for sizes that are small: parts in configurations of their own
+    "model_type": "gemma3", "mm_tokens_per_image": 4,
+    "text_config": {**SIZE, "model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8},
+    "vision_config": {
+        **SIZE, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14, "vision_use_head": False,
+    },
+}
+
+
+def test_a_configuration_may_leave_sizes_to_their_defaults(made, tmp_path):
+    folder = Path(shutil.copytree(made["single"], tmp_path / "model"))
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(AS_PUBLISHED))).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(AS_PUBLISHED))
+
+    assert preflight(folder) == []
+    assert load_policy(folder).vocab_size == policy_vocab_size(folder) == num_rows(AS_PUBLISHED) == 262_208
+
+
+@each("model_type", ["deepseek_v3", "fuyu", "gemma3", "gpt2", "gpt_oss", "llama4_text", "opt", "qwen3"])
+def test_the_rows_are_those_of_the_text_part_whatever_the_configuration_tells(model_type):
+    def without_rows(values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        return {key: without_rows(value) for key, value in values.items() if key != "vocab_size"}
+
+    config = AutoConfig.for_model(model_type)
+    told = json.loads(config.to_json_string(use_diff=False))
+    assert num_rows(told) == num_rows(without_rows(told)) == config.get_text_config().vocab_size
+
+
+@pytest.mark.parametrize(
+    ("told", "said"), [("[1]", "is no JSON object"), ("{}", "tells no vocab_size"), ('{"model_type": "x"}', "tells no")]
+)
+def test_a_configuration_of_nothing_known_is_refused_in_a_sentence(tmp_path, told, said):
+    (tmp_path / "config.json").write_text(told)
+    with pytest.raises(ConfigError, match=said):
+        policy_vocab_size(tmp_path)
 
 
 def test_a_supervised_run_refuses_it_before_it_makes_a_directory(made, tmp_path):
