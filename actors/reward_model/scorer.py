@@ -43,7 +43,7 @@ class RewardScorer:
             self._model, found = AutoModelForSequenceClassification.from_pretrained(
                 path, dtype=dtype, output_loading_info=True, trust_remote_code=False
             )
-        except (OSError, ValueError, ImportError) as error:
+        except Exception as error:  # of any reader: a .bin file may hold anything
             raise StreamrlError(
                 f"reward.model.path={path} cannot be loaded, give a checkpoint with its tokenizer: {in_one_line(error)}"
             ) from error

@@ -60,9 +60,9 @@ def empty_model(model_dir: Path, *, dtype: torch.dtype, attention: str, config: 
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
+        if (model_dir / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
     keep_buffers_wide(model)
-    if (model_dir / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
     return model
 
 

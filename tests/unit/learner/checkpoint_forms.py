@@ -167,6 +167,14 @@ def pages_of_an_error(folder: Path) -> None:
     (folder / FILE).write_text("<html>404 Not Found</html>")
 
 
+def pickle_of(content: bytes) -> Change:
+    def change(folder: Path) -> None:
+        (folder / FILE).unlink()
+        (folder / "pytorch_model.bin").write_bytes(content)
+
+    return change
+
+
 def without(name: str, **values: object) -> Change:
     def change(folder: Path) -> None:
         tensors(folder, lambda found: {key: one for key, one in found.items() if key != name})
@@ -215,8 +223,14 @@ REFUSED: dict[str, tuple[Change, str]] = {
 MADE_UP: dict[str, tuple[Change, str]] = {
     "no output layer": (without("none", tie_word_embeddings=False), "lacks 1 weights of its model, as lm_head.weight"),
     "a weight missing": (without(PROJECTION), "lacks 1 weights of its model, as model.layers.0.mlp.up_proj.weight"),
+    "an empty pickle": (pickle_of(b""), "cannot be loaded, restore its files"),
+    "a pointer for a pickle": (pickle_of(b"version https://git-lfs.github.com/spec/v1\n"), "cannot be loaded, restore"),
+    "a pickle of other things": (pickle_of(b"\x80\x04\x8c\x02os\x8c\x06system\x93."), "cannot be loaded, restore"),
+    "impossible ways to generate": (
+        lambda folder: (folder / "generation_config.json").write_text('{"num_return_sequences": 3}'), "cannot be load",
+    ),
 }
-"""Refused once the model is loaded: plain transformers would make these weights up."""
+"""Refused once the model is loaded: plain transformers would make these weights up, or cannot load them."""
 
 
 def with_placeholder(folder: Path) -> None:
