@@ -62,10 +62,11 @@ class RewardScorer:
         self._tokenizer.truncation_side = "left"  # the answer stands at the end
         self._tokenizer.padding_side = "right"  # the score is read at the last token that is no padding
         # The model finds the last token by the id in its config, so batches must be padded with that one.
-        known = (config.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
-        config.pad_token_id = next((one for one in known if one is not None), 0)
-        self._tokenizer.pad_token = self._tokenizer.convert_ids_to_tokens(config.pad_token_id)
-        positions = getattr(config, "max_position_embeddings", None) or 1 << 20
+        text = config.get_text_config()
+        known = (getattr(text, "pad_token_id", None), self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
+        config.pad_token_id = text.pad_token_id = next((one for one in known if one is not None), 0)
+        self._tokenizer.pad_token = self._tokenizer.convert_ids_to_tokens(text.pad_token_id)
+        positions = getattr(text, "max_position_embeddings", None) or 1 << 20
         self._max_tokens = min(int(self._tokenizer.model_max_length), positions)
 
     @torch.inference_mode()

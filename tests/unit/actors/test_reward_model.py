@@ -2,17 +2,26 @@
 
 import asyncio
 import json
+import shutil
 
 import psutil
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from actors.reward_model.scorer import BatchingScorer, RewardScorer
 from actors.rollout import run_group
 from envs.check import check_task
 from envs.registry import task_of
 from envs.rewards.local_model import check_checkpoint
+from streamrl.architectures.miniature import miniature_config
 from streamrl.config.load import load_config
 from streamrl.environment import HasSetUp
 from streamrl.errors import ConfigError, StreamrlError
@@ -59,6 +68,18 @@ def test_a_batch_gets_the_scores_of_its_members_and_long_ones_keep_their_end(che
     assert scorer.score([*CHATS, long]) == pytest.approx(expected, abs=1e-5)
     assert BatchingScorer(scorer).ask(CHATS[1]).result(60) == pytest.approx(expected[1], abs=1e-5)
     assert len(set(expected)) == 4
+
+
+def test_a_batch_is_padded_with_the_token_that_the_part_for_texts_knows(checkpoint, tmp_path):
+    """Gemma 3 has a configuration for it alone: another token would be taken for the answer's end."""
+    folder = str(shutil.copytree(checkpoint, tmp_path / "model"))
+    config = miniature_config(AutoConfig.for_model("gemma3"))
+    config.num_labels = 1
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    scorer = RewardScorer(folder, "cpu")
+
+    assert scorer.score(CHATS) == pytest.approx([scorer.score([chat])[0] for chat in CHATS], abs=1e-5)
 
 
 def test_a_bad_conversation_costs_its_batch_and_not_the_scorer(checkpoint):
