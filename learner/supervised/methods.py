@@ -16,7 +16,7 @@ from envs.data.shapes import tool_schemas
 from learner.data.layout import PackedLayout
 from learner.data.packing import MicroBatch
 from learner.data.trajectories import Trajectory
-from learner.model.attention.packed import decoder_of, packed_states, registered
+from learner.model.attention.packed import decoder_of, packed_states, prefix_in, registered
 from learner.model.networks import FrozenPolicy
 from learner.model.policy import Policy, decoder_layers, load_policy, policy_tensors, shard, travels_as
 from learner.publish.export import set_chat_template
@@ -49,18 +49,12 @@ def load_reward_network(
 
     Raises ConfigError: transformers has no sequence classifier of this architecture to export it as.
     """
-    try:
-        _empty_classifier(model_dir)
-    except ValueError as error:
-        raise ConfigError(
-            f"policy.model_path={model_dir} cannot become a reward model: transformers has no sequence classifier of "
-            "its architecture; take a Llama, Qwen, Mistral or Gemma model"
-        ) from error
     made: list[RewardNetwork] = []
 
     def around(start: Policy) -> RewardNetwork:
         start.model.set_attn_implementation(registered(start.attention))
         made.append(RewardNetwork(decoder_of(start.model), start.hidden_size))
+        _as_classifier(made[0], model_dir)
         return made[0]
 
     # Without a mesh nothing is sharded, and the type of a policy's passes would be refused.
@@ -71,10 +65,29 @@ def load_reward_network(
     return made[0] if made else shard(around(start), decoder_layers(start.model), ranks, dtype)
 
 
-def _empty_classifier(model_dir: Path) -> nn.Module:
-    config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False, num_labels=1)
-    with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
+def _as_classifier(network: RewardNetwork, model_dir: Path) -> tuple[Any, dict[str, str]]:
+    """The empty sequence classifier that it is exported as, and the name there of each of its tensors.
+
+    Raises ConfigError: there is none of this architecture, or it has other tensors.
+    """
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    config = config.get_text_config(decoder=True)  # it reads no images
+    config.num_labels = 1
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            )
+        prefix = prefix_in(model, network.decoder) or ""
+        names = {name: name.replace("decoder.", prefix, 1) for name, _ in policy_tensors(network)}
+        if lacking := sorted({name for name, _ in policy_tensors(model)} - {*names.values()}):
+            raise ValueError(f"it also has {lacking[0]}")
+    except ValueError as error:
+        raise ConfigError(
+            f"policy.model_path={model_dir} cannot become a reward model: transformers has no sequence classifier of "
+            "its architecture that reads it; take a Llama, Qwen, Mistral or Gemma model"
+        ) from error
+    return model, names
 
 
 @torch.no_grad()
@@ -94,13 +107,9 @@ def export_reward_model(
         if ranks.rank == 0:
             weights[name] = whole.detach().to("cpu", travels_as(tensor, torch.float32), copy=True)
     if ranks.rank == 0:
-        model = _empty_classifier(model_dir)
-        prefix = model.base_model_prefix
-        weights = {name.replace("decoder.", f"{prefix}.", 1): one for name, one in weights.items()}
+        model, names = _as_classifier(network, model_dir)
+        weights = {names[name]: one for name, one in weights.items()}
         model.load_state_dict(weights, strict=False, assign=True)
-        empty = [name for name, tensor in policy_tensors(model) if tensor.is_meta]
-        if empty:
-            raise ConfigError(f"the reward model lacks {', '.join(empty[:3])}: take a model of another architecture")
         model.config.pad_token_id = padding
         model.save_pretrained(out_dir, state_dict=weights)
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)

@@ -115,6 +115,11 @@ def decoder_of(model: Any) -> Any:
     return getattr(model, "model", model.base_model)
 
 
+def prefix_in(model: torch.nn.Module, decoder: torch.nn.Module) -> str | None:
+    """The beginning of the names that the tensors of a decoder have in another model around one of its class."""
+    return next((f"{name}." for name, part in model.named_modules() if isinstance(decoder, type(part))), None)
+
+
 def packed_states(decoder: Any, tokens: Tensor, positions: Tensor, packing: PackedLayout) -> Tensor:
     """Last hidden states [N, hidden] of packed tokens [N] at positions [N] of their own sequences."""
     num_tokens, axis = len(tokens), getattr(decoder, AXIS, None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import learner.supervised.__main__
 from actors.reward_model.scorer import RewardScorer
@@ -32,6 +32,7 @@ from learner.supervised.methods import (
 )
 from learner.supervised.records import Encoder, PairShape, places_of, row_of, shape_of
 from learner.supervised.run import Opened, make_method
+from streamrl.architectures.miniature import build_miniature
 from streamrl.config.catalog import settings
 from streamrl.config.load import load_config
 from streamrl.config.schema import DataConfig, DpoConfig, DpoLoss, LearnerConfig, ReferenceConfig
@@ -547,10 +548,20 @@ def test_fields_of_pairs_have_the_names_that_the_settings_say():
     assert [one.content for one in good] == [one.content for one in bad] == ["q", "a"]
 
 
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma3", "ctrl"])
 def test_an_exported_reward_model_gives_the_scores_that_were_trained_also_where_the_end_is_the_padding(
-    tmp_path, pairs
+    tmp_path, pairs, family
 ):
+    """Of OPT the decoder lies deeper, and Gemma 3 has a configuration for it alone; CTRL's classifier is another."""
     model_dir = make_tiny_model(tmp_path / "model", characters="abcdefgh ", hidden_size=32, num_heads=2)
+    if family != "llama":
+        build_miniature(AutoConfig.for_model(family), seed=1).save_pretrained(model_dir)
+    if family == "ctrl":
+        with pytest.raises(ConfigError, match="cannot become a reward model: .* no sequence classifier"):
+            load_reward_network(
+                model_dir, LearnerConfig(), Ranks(), dtype=torch.float32, gradient_checkpointing=False
+            )
+        return
     settings = json.loads((model_dir / "tokenizer_config.json").read_text())
     (model_dir / "tokenizer_config.json").write_text(json.dumps({**settings, "pad_token": settings["eos_token"]}))
     network = load_reward_network(
