@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from learner.model.adapter.lora import Dequantized, adapter_parameters, base_tensors, save_adapter, scale_of
+from learner.model.attention.packed import prefix_in
 from learner.model.critic import VALUE_HEAD, Critic
 from learner.model.policy import Policy, policy_tensors, travels_as
 from learner.ranks.mesh import Ranks
@@ -80,7 +82,10 @@ def export_critic(critic: Critic, model_dir: Path, out_dir: Path, ranks: Ranks) 
         with _replacing(out_dir) as draft:
             _copy_small_files(model_dir, draft)
             if decoder:
-                critic.module.decoder.save_pretrained(draft, state_dict=decoder)
+                with torch.device("meta"):  # in the names of a whole model: not all are found without
+                    whole = AutoModelForCausalLM.from_config(critic.module.decoder.config)
+                prefix = prefix_in(whole, critic.module.decoder)
+                whole.save_pretrained(draft, state_dict={f"{prefix}{name}": one for name, one in decoder.items()})
                 _say_type(draft / "config.json", torch.float32)
             save_file({**head, "targets": critic.moments}, draft / VALUE_HEAD)
     ranks.barrier()

@@ -6,6 +6,7 @@ from itertools import combinations, product
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import learner.model.critic as critic_module
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
@@ -16,6 +17,7 @@ from learner.model.policy import load_policy
 from learner.publish.export import export_critic
 from learner.ranks.mesh import Ranks
 from learner.supervised.methods import export_reward_model, load_reward_network
+from streamrl.architectures.miniature import build_miniature
 from streamrl.config.schema import (
     AdvantageConfig,
     CriticAvgLevel,
@@ -340,9 +342,16 @@ def test_a_critic_model_may_start_from_another_checkpoint(checkpoints):
     assert not torch.allclose(moved(checkpoints["qwen3-tied"], own), moved(checkpoints["qwen3-tied"], other))
 
 
-@pytest.mark.parametrize(("kind", "estimator"), [("head", "vtrace"), ("model", "gae"), ("head", "retrace_q")])
-def test_an_exported_critic_starts_another_one_with_the_same_numbers(checkpoints, tmp_path, kind, estimator):
+@pytest.mark.parametrize(("kind", "estimator", "family"), [
+    ("head", "vtrace", ""), ("model", "gae", ""), ("head", "retrace_q", ""), ("model", "gae", "opt"),
+    ("model", "gae", "llama4_text"),
+])
+def test_an_exported_critic_starts_another_one_with_the_same_numbers(checkpoints, tmp_path, kind, estimator, family):
+    """Also in families whose decoder is not the part of the model that transformers finds without a name."""
     path, config = checkpoints["qwen3"], replace(FAST, kind=CriticKind(kind))
+    if family:
+        path = tmp_path / "model"
+        build_miniature(AutoConfig.for_model(family), seed=1).save_pretrained(path)
     scene = Scene(path, config, estimator)
     for step in range(3):
         scene.fit(step)
