@@ -24,6 +24,7 @@ from learner.model.policy import Policy, policy_tensors, travels_as
 from learner.ranks.mesh import Ranks
 from streamrl.config.schema import DataConfig, LoraConfig
 from streamrl.weights.adapter import merged
+from streamrl.weights.assets import TEMPLATES
 
 log = logging.getLogger("streamrl.learner")
 
@@ -96,6 +97,8 @@ def _copy_small_files(source: Path, folder: Path) -> None:
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, folder / path.name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, folder / TEMPLATES, copy_function=shutil.copyfile)
 
 
 def used_template(data: DataConfig) -> str | None:
@@ -108,6 +111,7 @@ def set_chat_template(folder: Path, text: str | None) -> None:
     if text is None:
         return
     (folder / "chat_template.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / TEMPLATES, ignore_errors=True)
     (folder / "chat_template.jinja").write_text(text)
     settings = folder / "tokenizer_config.json"
     if settings.is_file():

@@ -18,13 +18,14 @@ from streamrl.named_code import allow_words
 from streamrl.processes import for_all
 from streamrl.run_dirs import find_run_dir
 from streamrl.stream.rebuilt import NAMED, named_version, rebuilt
+from streamrl.weights.assets import TEMPLATES
 from streamrl.weights.model_folder import check_vocabulary
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """What a checkpoint of ours may hold; a repository often has the weights a second time in other formats."""
 TOKENIZER_FILES = (
-    "added_tokens.json", "additional_chat_templates", "chat_template.*", "merges.txt", "special_tokens_map.json",
-    "spiece.model", "tokenizer*", "vocab.*",
+    "added_tokens.json", f"{TEMPLATES}/*.jinja", "chat_template.*", "merges.txt", "special_tokens_map.json",
+    "sentencepiece.bpe.model", "spiece.model", "tekken.json", "tiktoken.model", "tokenizer*", "vocab.*",
 )
 
 
@@ -71,9 +72,10 @@ def _with_tokenizer(model: Path, policy: PolicyConfig) -> Path:
     folder = Path(policy.tiny.cache_dir).resolve() / f"{model.name}-tokenizer-{known}"
     if not folder.is_dir():
         draft = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
-        draft.mkdir(parents=True)
-        for path in [*(one for one in model.iterdir() if one.is_file() and one.name not in mine), *theirs.values()]:
-            (draft / path.name).symlink_to(path.resolve())
+        kept = {one.name: one for one in model.iterdir() if one.is_file() and one.name not in mine}
+        for name, path in (kept | theirs).items():
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
+            (draft / name).symlink_to(path.resolve())
         try:
             draft.rename(folder)
         except OSError:  # another rank was first
@@ -82,7 +84,8 @@ def _with_tokenizer(model: Path, policy: PolicyConfig) -> Path:
 
 
 def _tokenizer_files(folder: Path) -> dict[str, Path]:
-    return {path.name: path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)) if path.is_file()}
+    found = (path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in found}
 
 
 def _named(path: str, setting: str) -> tuple[Path, int] | None:

@@ -31,6 +31,7 @@ from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, EngineError
 from streamrl.messages import InstallSource, Member, MemberStatus, Sampling, VersionRef, Welcome
 from streamrl.named_code import words_for_actors
+from streamrl.weights.assets import pack_assets, unpack_assets
 from tests.unit.config.setting_harness import CHARACTERS, LiveHub, config_of, tiny_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -273,6 +274,27 @@ def test_actors_and_exports_have_the_tokenizer_that_is_set(welcome, hub, tmp_pat
     assert exported.encode("abc") == theirs.encode("abc") != mine.encode("abc")
     assert with_tokenizer(made, other).policy.model_path == str(made), "as for a run that goes on"
     assert from_plain(to_plain(config)).policy.tokenizer_path == str(other)
+
+
+def test_all_of_a_tokenizer_goes_where_the_model_goes(tmp_path):
+    """Templates beside the usual one, as that for prompts with tools, and tokens that an old file adds."""
+    model, other = tiny_model(tmp_path / "model"), tiny_model(tmp_path / "other", characters=CHARACTERS[:-1])
+    written = load_tokenizer(other)
+    written.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}"}
+    written.save_pretrained(other)
+    (other / "added_tokens.json").write_text(json.dumps({"abc": len(written)}))
+    expected = load_tokenizer(other)
+    made = Path(with_tokenizer(model, other).policy.model_path)
+    unpack_assets(pack_assets(made), tmp_path / "assets")
+    policy = load_policy(made)
+    export_model(policy, made, tmp_path / "export")
+    for folder in (made, tmp_path / "assets", tmp_path / "export"):
+        found = load_tokenizer(folder)
+        assert found.chat_template == expected.chat_template == written.chat_template, folder
+        assert found.encode("abcabc") == expected.encode("abcabc") != written.encode("abcabc"), folder
+
+    export_model(policy, made, tmp_path / "export", chat_template="{{ 1 }}")
+    assert load_tokenizer(tmp_path / "export").chat_template == "{{ 1 }}"
 
 
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path):

@@ -8,13 +8,20 @@ from hypothesis import strategies as st
 from streamrl.errors import WeightsError
 from streamrl.weights.assets import MAX_ASSETS_BYTES, pack_assets, unpack_assets
 
+SENT = {
+    "config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja", "tokenizer.model",
+    "added_tokens.json", "vocab.txt", "additional_chat_templates/tool_use.jinja",
+}
+
 
 @pytest.fixture
 def model_dir(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja"):
+    (folder / "additional_chat_templates").mkdir()
+    for name in SENT:
         (folder / name).write_bytes(name.encode() * 3)
+    (folder / "additional_chat_templates" / "own.py").write_bytes(b"stays at home")
     for name in ("model.safetensors", "pytorch_model.bin", "modeling_own.py", "README.md", "config.json.bak"):
         (folder / name).write_bytes(b"stays at home")
     (folder / "tokenizer_dir.json").mkdir()
@@ -26,11 +33,10 @@ def test_assets_come_back_byte_for_byte_and_nothing_else_travels(model_dir, tmp_
 
     paths = unpack_assets(data, tmp_path / "target")
 
-    assert {path.name for path in paths} == {
-        "config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja"
-    }
-    assert {path.name for path in (tmp_path / "target").iterdir()} == {path.name for path in paths}
-    assert all(path.read_bytes() == (model_dir / path.name).read_bytes() for path in paths)
+    target = tmp_path / "target"
+    assert {path.relative_to(target).as_posix() for path in paths} == SENT
+    assert {path for path in target.rglob("*") if path.is_file()} == {*paths}
+    assert all(path.read_bytes() == (model_dir / path.relative_to(target)).read_bytes() for path in paths)
     assert pack_assets(tmp_path / "target") == data
 
 
@@ -42,7 +48,9 @@ def test_a_directory_without_a_config_is_no_model(tmp_path):
 @pytest.mark.parametrize(
     "name",
     ["../config.json", "/etc/passwd", "a/config.json", "tokenizer/../x.json", "tokenizer\\x.json", "tokenizer\0.json",
-     "config.json/", "modeling.py", "model.safetensors", "", ".", "tokenizer" + "x" * 200 + ".json"],
+     "config.json/", "modeling.py", "model.safetensors", "", ".", "tokenizer" + "x" * 200 + ".json",
+     "additional_chat_templates/../x.jinja", "additional_chat_templates/a/b.jinja", "additional_chat_templates/own.py",
+     "a/additional_chat_templates/x.jinja", "additional_chat_templates//x.jinja", "additional_chat_templates"],
 )
 def test_hostile_names_are_refused_before_anything_is_written(name, tmp_path):
     data = msgspec.msgpack.encode({"config.json": b"{}", name: b"x"})
