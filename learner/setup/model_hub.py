@@ -23,6 +23,8 @@ from streamrl.weights.model_folder import check_vocabulary
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """What a checkpoint of ours may hold; a repository often has the weights a second time in other formats."""
+PICKLED = "pytorch_model*.bin"
+"""Weights of an older repository that has no others."""
 TOKENIZER_FILES = (
     "added_tokens.json", f"{TEMPLATES}/*.jinja", "chat_template.*", "merges.txt", "special_tokens_map.json",
     "sentencepiece.bpe.model", "spiece.model", "tekken.json", "tiktoken.model", "tokenizer*", "vocab.*",
@@ -112,7 +114,7 @@ def _folder(name: str, setting: str, notify: Callable[[str], None]) -> str:
     by_hand = f"hf download {name} --local-dir models/{Path(name).name}"
     try:
         cached = Path(snapshot_download(name, allow_patterns=list(FILES), local_files_only=True))
-        if (cached / "config.json").exists() and any(cached.glob("*.safetensors")):
+        if _is_whole(cached):
             return str(cached)
     except HFValidationError as error:
         raise ConfigError(
@@ -129,9 +131,17 @@ def _folder(name: str, setting: str, notify: Callable[[str], None]) -> str:
     notify(f"fetching {name} from {constants.ENDPOINT}")
     try:
         with for_all():
-            return str(snapshot_download(name, allow_patterns=list(FILES)))
+            found = Path(snapshot_download(name, allow_patterns=list(FILES)))
+            if not _is_whole(found):
+                found = Path(snapshot_download(name, allow_patterns=[*FILES, PICKLED]))
+            return str(found)
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"{setting}={name} could not be fetched: {reason} Check the name, or give a local folder: {by_hand}."
         ) from error
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether it holds a configuration and weights."""
+    return (folder / "config.json").exists() and any(any(folder.glob(one)) for one in ("*.safetensors", PICKLED))

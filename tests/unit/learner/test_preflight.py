@@ -296,7 +296,8 @@ def test_what_is_no_run_no_folder_and_no_name_of_the_hub_is_one_sentence(folder,
         model_config(name, setting=setting)
 
 
-def test_a_model_in_the_cache_of_the_hub_is_taken_by_its_name(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
+def test_a_model_in_the_cache_of_the_hub_is_taken_by_its_name(folder, tmp_path, monkeypatch, weights):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     kept = tmp_path / "cache" / "models--my--model"
     snapshot = kept / "snapshots" / ("1" * 40)
@@ -304,7 +305,7 @@ def test_a_model_in_the_cache_of_the_hub_is_taken_by_its_name(folder, tmp_path, 
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("1" * 40)
     (snapshot / "config.json").write_text("{}")
-    (snapshot / "model.safetensors").touch()
+    (snapshot / weights).touch()
     config = load_config(["policy.model_path=my/model"])
 
     find_models(models_of(config), notify=pytest.fail)
