@@ -12,6 +12,7 @@ and a reader takes from each file just the rows that it needs.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ from torch.distributed.tensor import DTensor
 from learner.ranks.mesh import Ranks, local_part, placed_as
 from streamrl.architectures.saved_buffers import saved_buffers
 from streamrl.errors import CheckpointError
+
+log = logging.getLogger("streamrl.checkpoint")
+_ADAM, _MOMENTUM = {"exp_avg", "exp_avg_sq", "step"}, {"momentum_buffer"}
+_STATES = {torch.optim.AdamW: _ADAM, torch.optim.SGD: _MOMENTUM, torch.optim.Muon: _MOMENTUM}
+"""What an optimizer of torch keeps for a weight: given another's, it fails in its first step, or reads codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +244,8 @@ def read_training_tensors(
 ) -> None:
     """Fill a module and its optimizer with the tensors of `training_tensors`, under keys that begin with `prefix`.
 
-    Raises CheckpointError: a tensor is missing, of another shape, or of a weight that is not trained here.
+    Moments of another optimizer are left out, with a warning. Raises CheckpointError: a tensor is missing, of another
+    shape, or of a weight that is not trained here.
     """
     keys = [key.removeprefix(prefix) for key in reader.keys(f"{prefix}optim/")]
     buffers, untrained, there = list(saved_buffers(module)), _untrained(module), reader.keys(f"{prefix}model/")
@@ -251,14 +258,31 @@ def read_training_tensors(
     for name, tensor in (*buffers, *untrained):
         if f"{prefix}model/{name}" in there:  # an older checkpoint lacks some: no training has moved them
             reader.read_into(f"{prefix}model/{name}", tensor.detach())
+    owners, num_others = _owners(optimizer), 0
     for name, parameter in _trained(module):
         reader.read_into(f"{prefix}model/{name}", parameter.detach())
         states = sorted(key.split("/")[1] for key in keys if key.split("/", 2)[2] == name)
         optimizer.state.pop(parameter, None)
+        if states and not _takes(owners.get(parameter, optimizer), {*states}):
+            states, num_others = [], num_others + 1
         for state in states:
             optimizer.state[parameter][state] = _state_like(reader, f"{prefix}optim/{state}/{name}", parameter)
         if states and hasattr(optimizer, "park"):  # `OffloadedOptimizer`: a GPU may not have room for all of them
             optimizer.park(parameter)
+    if num_others:
+        log.warning("the checkpoint has moments of another optimizer for %d weights: they begin anew", num_others)
+
+
+def _owners(optimizer: torch.optim.Optimizer) -> dict[Tensor, torch.optim.Optimizer]:
+    """The optimizer that steps each weight."""
+    members = getattr(optimizer, "members", [optimizer])
+    return {weight: member for member in members for group in member.param_groups for weight in group["params"]}
+
+
+def _takes(optimizer: torch.optim.Optimizer, names: set[str]) -> bool:
+    """Whether states of these names are its own; of a user's optimizer, which may tell by `takes`, all are."""
+    takes = getattr(optimizer, "takes", None)
+    return takes(names) if takes is not None else names == _STATES.get(type(optimizer), names)
 
 
 def _state_like(reader: ShardReader, key: str, parameter: Tensor) -> Tensor:

@@ -54,6 +54,11 @@ class AdamW8bit(Optimizer):
                 raise ValueError(f"rows of {parameter.shape[-1]} numbers are divided into parts of {width[0]}, which "
                                  f"blocks of {block} do not fill: learner.mesh.tensor is at most {MOST_TENSOR_RANKS}")
 
+    @staticmethod
+    def takes(names: set[str]) -> bool:
+        """Whether states of these names in a checkpoint are its moments, in whichever form."""
+        return "exp_avg" in names
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:

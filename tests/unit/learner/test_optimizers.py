@@ -273,6 +273,27 @@ def test_moments_in_the_form_of_an_earlier_release_are_refused():
         optimizer.step()
 
 
+@pytest.mark.parametrize("after", OPTIMIZERS)
+def test_a_run_goes_on_with_another_optimizer_whose_moments_begin_anew(checkpoints, tmp_path, after, caplog):
+    """A moment of the other would end the first step, or be read as another number."""
+    def start(name: str, seed: int = 1) -> Training:
+        options = {"momentum": 0.9} if name == "sgd" else {}
+        return Training(checkpoints["qwen3"], seed=seed, name=name, options=options)
+
+    def kept(training: Training) -> dict[str, set[str]]:
+        return {name: {*training.optimizer.state[weight]} for name, weight in training.policy.named_parameters()}
+
+    expected = kept(start(after).step())
+    for before in NAMES:
+        start(before).step(2).save(tmp_path / before)
+        resumed = start(after, seed=99)
+        caplog.clear()
+        resumed.load(tmp_path / before)
+        same = before == after or (before, after) == ("adamw", "adam8bit")
+        assert ("moments of another optimizer" in caplog.text) is not same, before
+        assert kept(resumed.step()) == expected, before
+
+
 @pytest.mark.parametrize("width", [96, 64, 576, 896, 4864, 4096, 2560])
 def test_blocks_of_a_row_do_not_depend_on_how_many_ranks_divide_it(width):
     block = block_of((3, width))
