@@ -15,7 +15,10 @@ _UNBRACED = re.compile(
     r"(?=\$|\\[)\]]|\n|\.(?:\s|$)|$)"
 )
 """A box without braces holds what follows it, up to the end of the mathematics or of the sentence."""
-_SPAN = re.compile(r"\$\$(.+?)\$\$|\$(?=\S)([^$\n]*?\S)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_SPAN = re.compile(
+    r"\$\$(.+?)\$\$|\$(?=\S)([^$\n]*?\S)\$(?!\d)|\\\(((?:[^\\]|\\[^()])+)\\\)|\\\[((?:[^\\]|\\[^\[\]])+)\\\]", re.DOTALL
+)
+"""A bracket that is opened again before it is closed opens nothing: else time is quadratic in those never closed."""
 _SIGN = r"(=|[-+*/^<>×·⋅−]|\\(?:times|cdot|div)(?![a-zA-Z]))"
 _AROUND_SIGN = re.compile(rf"(?:(?<=[\d)}}%])|(?<=(?<![A-Za-z])[A-Za-z]))(?:\s+{_SIGN}\s+|{_SIGN}\s*)(?=[\w({{\\.$])")
 _POINT = re.compile(r"[(\[]\s*[-−]?[\d.]+(?:\s*,\s*[-−]?[\d.]+)+\s*[)\]]")

@@ -29,6 +29,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
 _FENCE = re.compile(r"```(json|python|py)[ \t]*\n(.*?)(```|$)", re.DOTALL)
 _ANGLE = re.compile(r"<([^<>]*)>")
 _FUNCTION_ENDS, _PARAMETER_ENDS = "</function>", "</parameter>"
+_AT_ONCE, _BETWEEN = re.compile(rf"\s*{_FUNCTION_ENDS}"), re.compile(r"[; ,\n]*")
 _ARGUMENTS = ("arguments", "parameters")
 FORM = 'write {"name": ..., "arguments": {...}}'
 
@@ -127,15 +128,15 @@ def _values(text: str, *, alone: bool) -> list[Any]:
     An error stands for a part that is no JSON, up to the end; unless `alone`, other words may follow.
     """
     found: list[Any] = []
-    decoder, text = json.JSONDecoder(), text.strip()
-    while text:
+    decoder, text, at = json.JSONDecoder(), text.strip(), 0
+    while at < len(text):  # no copy of what is left: a model may write any number of values
         try:
-            value, end = decoder.raw_decode(text)
+            value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             return [*found, error if isinstance(error, ValueError) else ValueError("nested too deep")]
         found += value if isinstance(value, list) else [value]
-        text = text[end:].lstrip("; ,\n")
-        if not alone and not text.startswith(("{", "[")):
+        at = _BETWEEN.match(text, at).end()
+        if not alone and not text.startswith(("{", "["), at):
             break
     return found
 
@@ -143,14 +144,15 @@ def _values(text: str, *, alone: bool) -> list[Any]:
 def _functions(text: str, tools: Described) -> Calls:
     """All <function=name> with an object of arguments in it, or with <parameter=name>."""
     calls: Calls = []
-    at = 0
+    at, known, closed = 0, _schemas(tools), text.rfind(_FUNCTION_ENDS)
     while found := _FUNCTION.search(text, at):
         name, at = found[1], found.end()
-        if _PARAMETER.match(text, at) or text[at:].lstrip().startswith(_FUNCTION_ENDS):
-            call, at = _from_parameters(name, text, at, _schemas(tools).get(name, {}))
+        if _PARAMETER.match(text, at) or _AT_ONCE.match(text, at):
+            call, at = _from_parameters(name, text, at, known.get(name, {}))
         else:
-            end = text.find(_FUNCTION_ENDS, at)
-            call, at = _from_arguments(name, text[at : end if end >= 0 else len(text)]), max(at, end)
+            following = _FUNCTION.search(text, at) if at > closed else None  # one that never ends, ends there
+            end = text.find(_FUNCTION_ENDS, at) if at <= closed else following.start() if following else len(text)
+            call, at = _from_arguments(name, text[at:end]), end
         calls.append(call)
     return calls
 

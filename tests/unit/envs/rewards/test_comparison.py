@@ -24,6 +24,31 @@ from envs.rewards.extract import (
 )
 from envs.rewards.mathematics.equality import grade
 from envs.rewards.registry import repeats_itself
+from envs.tools.parsing import BadCall, ToolCall, parse_fence, parse_json, parse_tags
+
+UNCLOSED = [
+    r"\(", r"\[", r"\[ \(", "$$ ", "$a ", "$", r"\boxed{", r"\boxed1 ", r"\boxed ", r"\fbox{\(", "(1,", "{", "<answer>",
+    "</answer>", "####", "= ", "1 + ", "```python ", "<tool_call>", "<function=a>", "<function=a><parameter=b>",
+    "```json\n", "[1],", '{"name":', "<",
+]
+
+
+@pytest.mark.timeout(60)  # quadratic ones take several minutes each; the actor's loop stands meanwhile
+@pytest.mark.parametrize("piece", UNCLOSED)
+def test_what_a_model_opens_again_and_again_is_read_once(piece):
+    text = piece * (400_000 // len(piece)) + " so it is 7"
+    for find in (last_boxed, last_number, last_answer_tag, last_hashes, last_code_block, final_answer):
+        found = find(text)
+        assert find is not last_number or found.endswith("7") or "$" in piece, find
+    assert all(isinstance(one, ToolCall | BadCall) for parse in (parse_tags, parse_json, parse_fence)
+               for one in parse(text, [])), "calls, or what the model reads of them"
+
+
+def test_a_call_that_does_not_end_ends_before_the_next():
+    two = '<function=a>{"x": 1} <function=b>{"y": 2}'
+    assert parse_json(two, []) == [ToolCall("a", {"x": 1}), ToolCall("b", {"y": 2})]
+    held = '<function=a>{"x": "<function=b>"}</function>'
+    assert parse_json(held, []) == [ToolCall("a", {"x": "<function=b>"})]
 
 
 @pytest.mark.parametrize(
