@@ -92,7 +92,7 @@ def _check_calls(calls: Any) -> None:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
-            except ValueError:
+            except (ValueError, RecursionError):
                 arguments = ()
         if arguments is not None and not isinstance(arguments, Mapping):
             raise TaskError(

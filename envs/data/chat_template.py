@@ -158,7 +158,7 @@ def _with_arguments(form: Form, change: Callable[[Any], Any]) -> Form:
 def _as_object(arguments: Any) -> Any:
     """Arguments as an object, if they are one or JSON of one; what a model wrote may be neither."""
     if isinstance(arguments, str) and arguments:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             found = json.loads(arguments)
             return found if isinstance(found, Mapping) else arguments
     return arguments or {}

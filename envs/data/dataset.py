@@ -191,16 +191,19 @@ def _prompts(source: Source, shape: RecordShape) -> Iterator[Any]:
     for index, value in enumerate(values):
         if isinstance(value, TaskError):
             yield value
-        elif index < NUM_CHECKED or value in (MISSING, None, "") or _is_long(value):
+        elif index < NUM_CHECKED or value in (MISSING, None, "") or _is_odd(value):
             yield _checked_prompt(source, shape, index)
         else:
             yield value
 
 
-def _is_long(prompt: Any) -> bool:
-    """Whether a prompt alone may be more than an actor can be sent: a character is up to 12 bytes of JSON."""
-    size = len(prompt) if isinstance(prompt, str) else len(msgspec.json.encode(prompt))
-    return size > MAX_RECORD_BYTES // 12
+def _is_odd(prompt: Any) -> bool:
+    """Tell whether an actor cannot be sent a prompt, or it alone may be too much: a character is up to 12 bytes."""
+    try:
+        encoded = msgspec.json.encode(prompt)
+    except (UnicodeEncodeError, RecursionError):
+        return True
+    return len(prompt if isinstance(prompt, str) else encoded) > MAX_RECORD_BYTES // 12
 
 
 def _prompt_key(source: Source, shape: RecordShape) -> str:

@@ -104,7 +104,9 @@ class RecordShape:
             code_tests(record)
         try:
             text = json.dumps(record, allow_nan=False)
-        except (TypeError, ValueError):
+            if "\\u" in text:
+                _encodable(record)
+        except (TypeError, ValueError, RecursionError):
             for key, value in record.items():
                 _check_json(key, value)
             raise
@@ -123,8 +125,16 @@ def too_long(record: Record) -> str:
 def _check_json(key: str, value: Any) -> None:
     try:
         json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        _encodable([key, value])
+    except UnicodeEncodeError as error:
+        raise TaskError(f"field {key!a} holds half a character, {error.object[error.start]!a}: leave it out") from None
+    except (TypeError, ValueError, RecursionError) as error:
         raise TaskError(f"field {key!r} holds {shown(value)}, which JSON cannot carry ({error})") from error
+
+
+def _encodable(value: Any) -> None:
+    """Raise UnicodeEncodeError for half of a surrogate pair, which JSON can name and no message can carry."""
+    json.dumps(value, ensure_ascii=False).encode()
 
 
 def with_input(instruction: Any, given: Any) -> Any:
@@ -224,8 +234,11 @@ def tool_schemas(record: Record) -> list[Mapping[str, Any]]:
 
 def _parsed(field: str, text: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError as error:
+        found = json.loads(text)
+        if "\\u" in text:
+            _encodable(found)
+        return found
+    except (ValueError, RecursionError) as error:
         raise TaskError(f"field {field!r} holds text that is not JSON ({error}): {text:.60}") from error
 
 

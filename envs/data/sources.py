@@ -28,6 +28,7 @@ import xxhash
 from envs.data.hub import from_the_cache, hub_answers
 from envs.data.shapes import MISSING
 from streamrl.errors import DataChangedError, TaskError, install_extra
+from streamrl.messages.actors import MAX_RECORD_BYTES
 from streamrl.processes import for_all
 
 log = logging.getLogger("streamrl.data")
@@ -387,6 +388,7 @@ def _read_json(file: Path, name: str) -> Source:
 
 def _read_csv(file: Path, name: str) -> Source:
     rows: list[Any] = []
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD_BYTES))  # longer ones are refused as what they are
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
         try:

@@ -45,6 +45,9 @@ FILES = {
     "Parquet that is not": ("train.parquet", b"PAR1 no", "is not a readable parquet file"),
     "Arrow that is not": ("train.arrow", b"no", "is not a readable arrow file"),
     "a split of a file": ("test@train.jsonl", None, "a single file has no split 'test'"),
+    **{f"half a character in its {name}": ("train.json", json.dumps([{**GOOD, name: "\ud83d"}, *OTHERS]).encode(),
+                                           f"record 1: field '{name}' holds half a character")
+       for name in ("question", "answer", "more")},
     "one prompt for all": ("train.jsonl", (json.dumps(GOOD) + "\n") * 9, "holds one prompt only"),
 }
 
@@ -64,6 +67,13 @@ RECORDS = {
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text only, images and audio",
     ),
     "the answer among messages": ({"messages": [USER, ASSISTANT]}, "ends with an assistant message: leave it out"),
+    **{f"{name} as text that {what}": ({name: text} | (GOOD if others else {}), f"'{name}' holds text that is not JSON")
+       for name, others in (("messages", False), ("tools", True), ("test_cases", True))
+       for what, text in (("has no end", "[" * 100_000), ("has half a character", '["\\uD83D"]'))},
+    "arguments of a call without end": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "[" * 100_000}]}, USER]},
+        "field 'messages', message 1 has",
+    ),
     "messages as broken text": ({"messages": '[{"role": "user", '}, "field 'messages' holds text that is not JSON"),
     "tests that are a list": ({**GOOD, "test_cases": ["1"]}, "field 'test_cases' is ['1'] (list)"),
     "tests as broken text": ({**GOOD, "test_cases": "{inputs: 1}"}, "field 'test_cases' holds text that is not JSON"),

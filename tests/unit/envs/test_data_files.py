@@ -188,6 +188,24 @@ def test_a_long_prompt_is_found_at_the_start_wherever_it_stands(tmp_path, monkey
     assert read(skipping) == ROWS
 
 
+def test_half_a_character_is_found_at_the_start_wherever_it_stands(tmp_path, monkeypatch):
+    monkeypatch.setattr("envs.data.dataset.NUM_CHECKED", 2)
+    prompts = ["a\ud83d", [{"role": "user", "content": "\ude00"}]]
+    (tmp_path / "a.json").write_text(json.dumps([*ROWS, *({"question": one, "answer": "1"} for one in prompts)]))
+
+    with pytest.raises(TaskError, match="^a.json, record 61: field 'question' holds half a character, '.ud83d'"):
+        open_dataset(DataConfig(path=str(tmp_path / "a.json")))
+    skipping = open_dataset(DataConfig(path=str(tmp_path / "a.json"), on_bad_record=OnBadRecord.skip, test_ratio=0))
+    assert read(skipping) == ROWS
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "parquet"])
+def test_a_field_may_be_as_long_as_a_record(tmp_path, kind):
+    rows = [*ROWS, {"question": "long", "answer": "1" * 900_000, "level": "hard"}]
+    dataset = open_dataset(DataConfig(path=str(write(tmp_path / f"a.{kind}", rows)), test_ratio=0))
+    assert read(dataset)[-1] == rows[-1]
+
+
 # --- which records ---------------------------------------------------------------------------------------------------
 
 def test_the_same_prompt_is_never_on_both_sides_and_the_order_of_the_file_does_not_matter(tmp_path):
