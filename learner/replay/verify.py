@@ -126,7 +126,7 @@ def _hash(folder: Path, manifest: dict[str, Any]) -> Outcome:
         return Outcome(DIFFERS, str(error))
     except ConfigError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:  # of edited files
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:  # edited
         return Outcome(DIFFERS, f"a record is not as streamrl writes it ({type(error).__name__}: {error})")
     did = (
         f"{len(manifest['files'])} files, {found.num_versions} versions, {found.num_rewards} trajectories, "

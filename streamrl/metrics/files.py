@@ -120,13 +120,24 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_object_of(path: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointError: there is none in this file."""
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except OSError as error:
         raise CheckpointError(one_sentence(error)) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}): was it edited or cut short? Restore it") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is no JSON object: was it edited? Restore it")
+    return found
+
+
+def parse_json(data: str | bytes) -> Any:
+    """A JSON value. Raises ValueError, also for whole numbers beyond 64 bits: no run counts so far."""
+    return json.loads(data, parse_int=_counted)
+
+
+def _counted(digits: str) -> int:
+    if len(digits) > 20 or not -(1 << 63) <= (found := int(digits)) < 1 << 64:
+        raise ValueError(f"{digits[:20]}... is too large")
     return found
 
 

@@ -8,16 +8,21 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
-from streamrl.metrics.files import append_lines, read_lines, write_atomic
+from streamrl.metrics.files import append_lines, parse_json, read_lines, write_atomic
+from streamrl.metrics.names import Reduction, lookup
 from streamrl.metrics.samples import Sample
 from streamrl.metrics.text import compact, time_left
 
 log = logging.getLogger(__name__)
 
+LARGEST = 1e300
+"""What is not less, NaN included, is no value of a metric: sums of it are infinite."""
 Row = Mapping[str, Any]
 """The result of `Meter.flush`: numbers, and histograms as dict of bin to count."""
 
@@ -143,13 +148,25 @@ class JsonlSink(Sink):
 
 def parse_row(line: str | bytes) -> dict[str, Any]:
     """One line of `metrics.jsonl`, histogram bins as integers. Raises ValueError: no JSON object with a `step`."""
-    row = json.loads(line)
+    row = parse_json(line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError("no object with a step")
-    if any(not isinstance(value, int | float | dict) for value in row.values()):
-        raise ValueError("no number")
+    for key, value in row.items():
+        if (bins := _has_bins(key)) is not None and isinstance(value, dict) != bins:
+            raise ValueError(f"{key[:80]} is {'a' if bins else 'no'} histogram")
+        for number in value.values() if isinstance(value, dict) else (value,):
+            if not isinstance(number, int | float) or not abs(number) < LARGEST:
+                raise ValueError(f"{key[:80]} is no number")
     return {key: {int(k): n for k, n in value.items()} if isinstance(value, dict) else value
-            for key, value in row.items()}
+            for key, value in row.items() if not isinstance(value, dict) or _has_bins(key)}
+
+
+@cache
+def _has_bins(key: str) -> bool | None:
+    """Whether a metric is a histogram; None for one of another release."""
+    with suppress(KeyError):
+        return lookup(key).reduction in (Reduction.histogram, Reduction.mean_by_bin)
+    return None
 
 
 class ConsoleSink(Sink):

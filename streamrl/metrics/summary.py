@@ -11,6 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from streamrl.errors import CheckpointError
 from streamrl.metrics.diagnosis import diagnosis_of, learner_idle
 from streamrl.metrics.files import read_object_of, write_atomic
@@ -102,14 +104,17 @@ class Summary:
         """Read what `write` wrote; unknown keys become `extra`.
 
         Raises:
-            CheckpointError: the file cannot be read, is not JSON or lacks a field.
+            CheckpointError: the file cannot be read, is not JSON, or lacks a field or has one of another type.
         """
         data = read_object_of(Path(path))
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name != "extra" and f.name not in data]
         if missing:
             raise CheckpointError(f"{path} lacks {', '.join(missing)}: it is not a summary of this release.")
         known = {name: data.pop(name) for name in REQUIRED if name in data}
-        return cls(**known, extra=data)
+        try:
+            return msgspec.convert({**known, "extra": data}, cls)
+        except (msgspec.ValidationError, OverflowError) as error:
+            raise CheckpointError(f"{path} is no summary ({error}): was it edited? Restore it") from error
 
     def __repr__(self) -> str:
         return self.table().rstrip()

@@ -186,4 +186,4 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 
 def _padded_log(low: float, high: float) -> tuple[float, float]:
     room = (high / low) ** 0.06 if high > low else 2.0
-    return low / room, high * room
+    return max(low / room, 1e-300), min(high * room, 1e300)  # not 0 and infinity, which have no logarithm

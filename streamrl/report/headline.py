@@ -38,8 +38,8 @@ def task(record: RunRecord) -> str:
     files = [Path(str(one)).name for one in (data if isinstance(data, list) else [data] if data else [])]
     if record.kind:
         return " ".join(files[:3])
-    words = [*files[:3], Path(path).name if path else "" if files else name or ""]
-    words = [word for word in words if word]
+    words = [*files[:3], Path(str(path)).name if path else "" if files else name or ""]
+    words = [str(word) for word in words if word]
     words += [f"{key}={value}" for key, value in options.items()] if isinstance(options, Mapping) else []
     return " ".join(words)
 
@@ -50,13 +50,13 @@ def model(record: RunRecord) -> str:
         return (f"tiny model ({record.setting('policy.tiny.num_layers')} layers of width "
                 f"{record.setting('policy.tiny.hidden_size')})")
     path = record.setting("policy.model_path")
-    return "/".join(Path(path).parts[-2:]) if path else ""
+    return "/".join(Path(str(path)).parts[-2:]) if path else ""
 
 
 def algorithm(record: RunRecord) -> str:
     """The trainer, if it is not RL; else the file of configs/algorithm if one was named, and loss and estimator."""
     if record.kind:
-        return SUPERVISED[record.kind]
+        return SUPERVISED.get(record.kind, record.kind)
     words = record.starts[0].get("command", "").split() if record.starts else []
     named = [word.partition("=")[2] for word in words if word.startswith("algorithm=")]
     parts = [record.setting("loss.surrogate"), record.setting("advantage.estimator")]
@@ -148,12 +148,13 @@ def details(record: RunRecord) -> str:
     facts = [("command", start["command"]) for start in record.starts if start.get("command")]
     facts += [("commit", start["commit"]) for start in record.starts[-1:] if start.get("commit")]
     facts += [("streamrl", start["version"]) for start in record.starts[-1:] if start.get("version")]
-    facts += [(str(name), str(version)) for name, version in record.config.get("versions", {}).items()]
+    versions, told = record.config.get("versions"), record.status.get("notices")
+    facts += [(str(name), str(one)) for name, one in (versions if isinstance(versions, dict) else {}).items()]
     parts = [definition_list("facts", facts)]
     if record.summary:
         facts = bookkeeping(record.summary)
         parts.append(definition_list("facts", [one for one in facts if not record.kind or one[0] not in OF_RL]))
-    notices = [str(notice) for notice in record.status.get("notices", ())]
+    notices = [str(notice) for notice in (told if isinstance(told, list) else ())]
     if notices:
         parts.append(f'<h3>What the hub reported</h3><pre class="wrapped">{escape(chr(10).join(notices))}</pre>')
     out = f'<details open><summary>Command, machine, counts</summary>{"".join(parts)}</details>' if any(parts) else ""

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from streamrl.errors import RunNotFoundError, StreamrlError
+from streamrl.errors import RunNotFoundError, in_one_line
 from streamrl.metrics.files import if_it_can_be_written, in_short, text_of, write_atomic
 from streamrl.metrics.run_record import FAILURE, RunRecord, read_run
 from streamrl.metrics.text import compact, duration
@@ -86,8 +86,8 @@ def write_pages(run_dir: Path, root: Path | None, *, ended_well: bool) -> None:
             write_report(run_dir)
         if root is not None and find_runs(root):
             write_index(root)
-    except (OSError, StreamrlError, ValueError) as error:  # pages are never worth the exit status of a run
-        log.warning("a page could not be written: %s", error)
+    except Exception as error:  # pages are never worth the exit status of a run
+        log.warning("a page could not be written: %s", in_one_line(error))
 
 
 def _record(path: Path) -> RunRecord:

@@ -93,7 +93,7 @@ def _lag_histogram(record: RunRecord) -> Chart | None:
     bound = record.summary.max_lag_bound if record.summary else record.status.get("max_lag")
     return histogram("Trained tokens by lag, whole run", record.histogram("lag/token"),
                      x_label="lag (optimizer steps)", y_label="tokens",
-                     bound=(f"bound {bound}", int(bound)) if bound is not None else None)
+                     bound=(f"bound {bound}", bound) if isinstance(bound, int) else None)
 
 
 def _drops(record: RunRecord) -> Chart | None:

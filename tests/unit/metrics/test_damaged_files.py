@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from streamrl.metrics.files import append_lines, read_lines, write_atomic
+from streamrl.metrics.ranking import Objective
 from streamrl.metrics.run_record import read_metrics, read_run
 from streamrl.metrics.samples import FILE_NAME, Sample, SampleFile, read_samples
 from streamrl.metrics.sinks import JsonlSink
-from streamrl.report.index import write_index
+from streamrl.report.compare import write_comparison
+from streamrl.report.index import write_index, write_pages
 from streamrl.report.report import write_report
 from tests.kit.system import full_disk
 
@@ -120,6 +122,65 @@ def test_every_reader_passes_over_damaged_lines_and_names_them(make_run, caplog,
     SampleFile(root, max_bytes=1 << 20, resume_step=3)
     assert read() == [step for step in good if step <= 3], "a resumed run drops what is damaged, too"
     assert list(read_lines(resumed.path, json.loads)), "and nothing of it is left"
+
+
+ODD = [None, True, -1, 10**400, float("inf"), float("nan"), 1e308, "x", [1], {}, {"a": 1}, {"1": "x"}]
+
+
+def places(value, path=()):
+    """The path of every field at any depth."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def put(value, path, odd):
+    """A copy with another value at the path."""
+    if not path:
+        return odd
+    copy = value.copy()
+    copy[path[0]] = put(value[path[0]], path[1:], odd)
+    return copy
+
+
+CONFIG = {"env": {"path": "a.py", "name": "n", "options": {"k": 1}}, "data": {"path": "d.jsonl"},
+          "versions": {"a": "1"}, "policy": {"tiny": {"enabled": False}, "model_path": "m"},
+          "trainer": {"num_steps": 2}, "loss": {"surrogate": "ppo"}, "advantage": {"estimator": "group"}}
+STARTS = {"starts": [{"command": "streamrl launch algorithm=grpo", "started": "2026-01-01T00:00:00", "commit": "a"}]}
+STATUS = {"state": "running", "max_lag": 4, "notices": ["x"], "version": 2, "total_steps": 2}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "config.json", "run.json", "status.json"])
+def test_a_field_of_a_strangers_run_may_hold_anything(make_run, tmp_path, name, caplog):
+    """Its report, a comparison with it and the index are written: a field of another type is left out, or shown."""
+    root, other = make_run("odd-001", num_steps=2), make_run("good-001", num_steps=2)
+    more = {"eval/version": 1, "eval/score_stderr": 0.1, "eval/num_prompts": 9, "policy/num_skipped_steps": 1,
+            "hub/num_episodes_failed": 1, "run/version": 2, "run/wall_s": 1.0, "drift/k3": 0.1, "ratio/max": 1.0}
+    rows = [json.dumps(row | more) + "\n" for row in map(json.loads, (root / "metrics.jsonl").open())]
+    (root / "metrics.jsonl").write_text("".join(rows))
+    for file, content in (("config.json", CONFIG), ("run.json", STARTS), ("status.json", STATUS)):
+        (root / file).write_text(json.dumps(content))
+    summary = json.loads((root / "summary.json").read_text()) | {"kind": "sft"}
+    if name == "status.json":
+        (root / "summary.json").unlink()
+    whole = summary if name == "summary.json" else json.loads((root / name).read_text().splitlines()[-1])
+    paths = list(places(whole))
+    assert len(paths) > 4
+    for at, path in enumerate(paths):
+        for odd in ODD[at % 6 :: 6]:  # each of them at many fields
+            text = json.dumps(put(whole, path, odd))
+            (root / name).write_text(text if name.endswith(".json") else "".join(rows) + f"{text}\n{text}\n")
+            write_report(root)
+            write_comparison([root, other], tmp_path / "c.html", Objective())
+            assert "good-001" in write_index(tmp_path).read_text(), (path, odd)
+
+
+def test_a_page_that_cannot_be_made_costs_a_run_nothing(make_run, monkeypatch, caplog):
+    root = make_run("good-001")
+    monkeypatch.setattr("streamrl.report.index.write_report", lambda run: 1 / 0)
+    write_pages(root, None, ended_well=False)
+    assert "a page could not be written: division by zero" in caplog.text
 
 
 @pytest.mark.parametrize("make_bad", [
