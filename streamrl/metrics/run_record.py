@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import CheckpointError, RunNotFoundError
-from streamrl.metrics.files import read_lines, read_object, text_of
+from streamrl.metrics.files import parse_json, read_lines, read_object, text_of
 from streamrl.metrics.rows import Rows
 from streamrl.metrics.sinks import parse_row
 from streamrl.metrics.summary import SUPERVISED, Summary
@@ -161,12 +161,21 @@ def read_some_metrics(path: Path, max_rows: int, damaged: list[str]) -> list[dic
 
 
 def starts_of(root: Path) -> list[dict[str, Any]]:
-    """The entries of `run.json`, one for each start, the newest last."""
+    """The entries of `run.json`, one for each start, the newest last; they hold texts."""
     starts = read_object(root / "run.json").get("starts", ())
-    return [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
+    found = [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
+    return [{key: value for key, value in one.items() if isinstance(value, str)} for one in found]
 
 
 def _overrides(root: Path) -> list[str]:
-    """Command-line overrides of the run: a YAML list of plain strings, which needs no YAML reader."""
-    lines = text_of(root / "overrides.yaml").splitlines()
-    return [line[2:].strip().strip("'\"") for line in lines if line.startswith("- ")]
+    """Command-line overrides of the run: a YAML list of texts in JSON's quotes, which needs no YAML reader."""
+    lines = text_of(root / "overrides.yaml").split("\n")
+    return [_unquoted(line[2:].strip()) for line in lines if line.startswith("- ")]
+
+
+def _unquoted(text: str) -> str:
+    """The text in quotes, also in those of older releases, which wrote inner ones as they are."""
+    with suppress(ValueError, RecursionError):
+        if text.startswith('"'):
+            return str(parse_json(text))
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] == "'" else text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,8 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import xxhash
+
 from streamrl.errors import CheckpointError
-from streamrl.metrics.files import read_object, text_of
+from streamrl.metrics.files import read_object, text_of, write_atomic
 from streamrl.metrics.ranking import Objective, pruned_at
 from streamrl.metrics.run_record import FAILURE
 from streamrl.metrics.sinks import parse_row
@@ -22,6 +25,7 @@ from streamrl.processes import Child
 from streamrl.report.live.view import Tail
 from streamrl.report.report import write_report
 
+SUBDIR, NUM, MAX_NAME = "{num}-{overrides}", "{num}", 120
 ERRORS_S = 5.0
 """For the last errors of a run that has ended; what it left running may hold their pipe open."""
 
@@ -42,11 +46,22 @@ class Job:
 
 def make_job(directory: Path, fixed: Sequence[str], subdir: str | None, number: int, swept: Sequence[str]) -> Job:
     """The job of a sweep in `directory`; its own directory there is named by its number and by what is swept."""
-    name = re.sub(r"[^A-Za-z0-9.-]+", "-", "_".join(map(_rounded, swept))).strip("-")[:120] or "defaults"
-    run_dir = directory / (subdir or "{num}-{overrides}").replace("{num}", str(number)).replace("{overrides}", name)
+    form, whole = subdir or SUBDIR, "_".join(map(_rounded, swept))
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", whole).strip("-")[:MAX_NAME] or "defaults"
+    plain = all(re.fullmatch(r"[A-Za-z0-9.-]*", word.partition("=")[2]) for word in swept)
+    if NUM not in form and not (plain and whole == "_".join(swept) and len(whole) <= MAX_NAME):
+        name += f"-{xxhash.xxh3_64_hexdigest(repr(swept).encode())[:8]}"  # else two jobs could have one directory
+    run_dir = directory / form.replace(NUM, str(number)).replace("{overrides}", name)
     own = ("sweep.", "run.dir=", "checkpoint.resume=")
     words = (*(word for word in numbered(fixed, number) if not word.startswith(own)), *swept)
     return Job(number, words, tuple(swept), run_dir)
+
+
+def number_in(name: str, subdir: str | None) -> int:
+    """The number in the name of a job's directory; 0 in any other."""
+    form = re.escape(subdir or SUBDIR).replace(re.escape(NUM), r"(\d+)").replace(re.escape("{overrides}"), ".*")
+    found = re.fullmatch(form, name)
+    return int(found[1]) if found and NUM in (subdir or SUBDIR) else 0
 
 
 def numbered(words: Sequence[str], number: int) -> list[str]:
@@ -76,7 +91,8 @@ class JobRun:
         self.job = job
         job.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         (job.run_dir / FAILURE).unlink(missing_ok=True)
-        (job.run_dir / "overrides.yaml").write_text("".join(f"- '{word}'\n" for word in job.swept))
+        words = "".join(f"- {json.dumps(word, ensure_ascii=False)}\n" for word in job.swept)
+        write_atomic(job.run_dir / "overrides.yaml", words)
         self.log_path = job.run_dir / "logs" / "launch.log"
         self.log_path.parent.mkdir(exist_ok=True)
         self.reason = ""  # of its failure, where no file of the run has it

@@ -28,7 +28,7 @@ from streamrl.processes import num_cores
 from streamrl.report.compare import write_comparison
 from streamrl.report.index import write_pages
 from streamrl.sweep.cluster import Cluster
-from streamrl.sweep.job import make_job, numbered
+from streamrl.sweep.job import make_job, number_in, numbered
 from streamrl.sweep.pool import Grid, Pool, Source
 from streamrl.sweep.study import GRID, Search, check_search
 from streamrl.sweep.words import SweepWords, parse_sweep
@@ -61,10 +61,10 @@ def launch_sweep(typed: Sequence[str]) -> int:
     )
     job_of = partial(make_job, directory, words.fixed, config.sweep.subdir)
     with Interrupts() as interrupts:
-        tell = partial(_write_results, directory, objective, typed)
+        tell = partial(_write_results, directory, objective, typed, config.sweep.subdir)
         start = None if cluster is None else cluster.start
         Pool(source, job_of, objective, places, lambda: interrupts.count, tell, start).run()
-    records = _write_ranking(directory, objective, typed)
+    records = _write_ranking(directory, objective, typed, config.sweep.subdir)
     write_pages(directory, Path(config.run.root) if config.sweep.dir is None else None, ended_well=True)
     if interrupts.count:
         print(f"\nStopped. Resume the sweep with:\n  {resume_command(typed, directory)}", flush=True)
@@ -204,10 +204,10 @@ def _choose_directory(config: Config) -> Path:
 
 
 def _ranked(
-    directory: Path, objective: Objective
+    directory: Path, objective: Objective, subdir: str | None
 ) -> list[tuple[RunRecord, Path]]:
     """The runs so far and their directories, best first."""
-    paths = sorted(directory.iterdir(), key=_number)
+    paths = sorted(directory.iterdir(), key=partial(_place, subdir))
     found = [path for path in paths if is_run(path)]
     records = [read_run(path) for path in found]
     order = objective.order(records)
@@ -215,15 +215,15 @@ def _ranked(
 
 
 def _write_results(
-    directory: Path, objective: Objective, typed: Sequence[str]
+    directory: Path, objective: Objective, typed: Sequence[str], subdir: str | None
 ) -> list[tuple[RunRecord, Path]]:
     """Write sweep.json, for programs, and the best run so far alone, in best.json; the runs, best first."""
-    ranked = _ranked(directory, objective)
+    ranked = _ranked(directory, objective, subdir)
     if not ranked:
         return []
     rows = [_row(record, objective) for record, _ in ranked]
     done = {
-        _number(path): objective.value(record)
+        _place(subdir, path): objective.value(record)
         for record, path in ranked
         if outcome(record) == Outcome.finished
     }
@@ -260,13 +260,15 @@ def _statistics(values: Sequence[float], objective: Objective) -> dict[str, Any]
     }
 
 
-def _write_ranking(directory: Path, objective: Objective, typed: Sequence[str]) -> list[RunRecord]:
+def _write_ranking(
+    directory: Path, objective: Objective, typed: Sequence[str], subdir: str | None
+) -> list[RunRecord]:
     """The table on the terminal, comparison.html and comparison.md, and the files of `_write_results`."""
-    ranked = _write_results(directory, objective, typed)
+    ranked = _write_results(directory, objective, typed, subdir)
     if not ranked:
         return []
     page = directory / "comparison.html"
-    found = sorted((path for _, path in ranked), key=_number)
+    found = sorted((path for _, path in ranked), key=partial(_place, subdir))
     print("\n" + write_comparison(found, page, objective))
     print(f"comparison      {page}", flush=True)
     if outcome(best := ranked[0][0]) == Outcome.finished:
@@ -278,10 +280,9 @@ def _write_ranking(directory: Path, objective: Objective, typed: Sequence[str]) 
     return [record for record, _ in ranked]
 
 
-def _number(path: Path) -> int:
-    """The number of the job whose directory this is; 0 for any other."""
-    head = path.name.partition("-")[0]
-    return int(head) if head.isdigit() else 0
+def _place(subdir: str | None, path: Path) -> tuple[int, str]:
+    """The number of the job whose directory this is, and the name: it may hold no number."""
+    return number_in(path.name, subdir), path.name
 
 
 def _row(record: RunRecord, objective: Objective) -> dict[str, Any]:

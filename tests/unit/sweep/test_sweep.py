@@ -7,15 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+import yaml
 
 from streamrl.errors import ConfigError
 from streamrl.launch import EXIT_INTERRUPTED
+from streamrl.metrics.ranking import Objective
 from streamrl.metrics.run_record import read_run
 from streamrl.sweep import sweep
+from streamrl.sweep.job import JobRun, make_job
 from streamrl.sweep.sweep import launch_sweep, resume_command
+from streamrl.sweep.words import parse_sweep
 from tests.flow.processes import wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -89,6 +94,37 @@ def test_a_grid_over_an_interval_and_its_best_run_so_far(here, monkeypatch):
     assert statistics == pytest.approx(
         {"finished": 3, "mean": mean, "std": spread, "median": 2.0, "min": 0.2, "max": 20.0}
     )
+
+
+@pytest.mark.parametrize("subdir", [None, "run-{num}", "{overrides}-{num}", "{num}-of-{num}", "{overrides}"])
+def test_statistics_are_of_every_run_whatever_its_directory_is_called(make_run, tmp_path, subdir):
+    values = {f"staleness.eta={12 - at}": (at * 5 % 12) / 16 for at in range(12)}
+    for at, (word, value) in enumerate(values.items()):
+        run = make_run(make_job(Path(), (), subdir, at, (word,)).run_dir.name, num_steps=1)
+        ended = json.loads((run / "summary.json").read_text()) | {"eval_score_last": value}
+        (run / "summary.json").write_text(json.dumps(ended))
+    sweep._write_results(tmp_path, Objective(), [], subdir)
+
+    statistics = json.loads((tmp_path / "sweep.json").read_text())["statistics"]
+    assert (statistics["finished"], statistics["mean"]) == (12, sum(values.values()) / 12)
+    in_order = values if "{num}" in (subdir or "{num}") else sorted(values, key=lambda word: word.replace("=", "-"))
+    assert statistics["best_so_far"] == list(accumulate((values[word] for word in in_order), max))
+
+
+@pytest.mark.parametrize("word", [
+    "policy.optimizer.lr=0.00012345,0.00012341", "rollout.train.sampling.stop=['<'],['>']",
+    f"data.path=/{'folder/' * 20}a.jsonl,/{'folder/' * 20}b.jsonl", "env.options.word='a b','a\\'b','ä','ö','x\ny'",
+])
+def test_every_combination_has_a_directory_of_its_own_which_tells_its_words(tmp_path, word):
+    words = parse_sweep([word])
+    for subdir in (None, "{num}", "{overrides}"):
+        jobs = [make_job(tmp_path / str(subdir), (), subdir, at, swept) for at, swept in enumerate(words.grid())]
+        assert len({job.run_dir for job in jobs}) == len(jobs) > 1
+        for job in jobs:
+            JobRun(job)
+            (job.run_dir / "metrics.jsonl").touch()
+            assert read_run(job.run_dir).overrides == list(job.swept)
+            assert yaml.safe_load((job.run_dir / "overrides.yaml").read_text()) == list(job.swept)
 
 
 def test_a_search_prunes_what_is_behind_and_says_so(here, capfd):
