@@ -91,8 +91,8 @@ def unpack(path: Path, folder: Path) -> tuple[dict[str, Any], str]:
         with tarfile.open(path, mode="r:") as tar:
             for one in tar:
                 _write(tar, one, folder, found)
-    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:
-        raise BundleError(f"{path} is no bundle, or is damaged: {error}. Get it again") from error
+    except (tarfile.TarError, EOFError, ValueError, RecursionError, MemoryError) as error:  # a size, as it says
+        raise BundleError(f"{path} is no bundle, or is damaged: {str(error) or 'too large'}. Get it again") from error
     manifest, digest = _manifest(path, folder, found)
     for name, entry in manifest["files"].items():
         _check_file(path, folder / name, name, entry, there=name in found)
@@ -127,7 +127,7 @@ def _write(tar: tarfile.TarFile, one: tarfile.TarInfo, folder: Path, found: set[
     """
     name = PurePosixPath(one.name)
     # A sparse file may be larger than the whole disk, and holds nothing.
-    plain = one.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not one.pax_headers
+    plain = one.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not one.pax_headers and one.size >= 0
     is_inside = not name.is_absolute() and name.parts and ".." not in name.parts and name.as_posix() == one.name
     if not plain or not is_inside or not one.name.isprintable():
         raise BundleError(f"{tar.name} holds {one.name!r:.300}, which is no plain file of a bundle: do not use it")

@@ -55,11 +55,11 @@ def pax_sparse(tar: tarfile.TarFile) -> None:
     tar.addfile(entry("big", pax_headers=about))
 
 
-def negative(kind: bytes) -> Callable[[tarfile.TarFile], None]:
-    """A header that sends its reader back to itself."""
+def negative(kind: bytes, size: int = -512) -> Callable[[tarfile.TarFile], None]:
+    """A header that sends its reader back to itself, before the file, or for more than memory holds."""
     def add(tar: tarfile.TarFile) -> None:
         header = bytearray(entry("a", kind).tobuf(tarfile.GNU_FORMAT))
-        header[124:136] = tarfile.itn(-512, 12, tarfile.GNU_FORMAT)
+        header[124:136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
         header[148:156] = b" " * 8
         header[148:156] = b"%06o\0 " % sum(header)
         tar.fileobj.write(bytes(header))
@@ -90,6 +90,9 @@ HOSTILE: dict[str, tuple[Callable[[tarfile.TarFile], None], str]] = {
     "twice": (added(entry("a"), entry("a")), "twice"), "a negative size": (negative(tarfile.REGTYPE), "."),
     "a long name of a negative size": (negative(tarfile.GNUTYPE_LONGNAME), "."),
     "a header of a negative size": (negative(tarfile.XHDTYPE), "."),
+    "a size before the file": (negative(tarfile.REGTYPE, -(1 << 20)), "no plain file"),
+    "a long name beyond memory": (negative(tarfile.GNUTYPE_LONGNAME, 1 << 62), "too large"),
+    "a header beyond memory": (negative(tarfile.XHDTYPE, 1 << 62), "too large"),
     "cut short": (added(entry("a", size=0), entry("b", size=10)), "does not name"),
 }
 
