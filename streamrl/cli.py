@@ -120,6 +120,12 @@ def main() -> int:
     """Entry point of the console script."""
     keep_private()
     start_log("launch", level="INFO", handler=CurrentStderr())
+    # Ctrl-C arrives here while settings are checked; a run that has started handles it by itself.
+    return status_of(_command, interrupted="")
+
+
+def _command() -> int:
+    """The command that the words of this process name."""
     command, *words = sys.argv[1:] or [""]
     if command in ("-h", "--help", "help", ""):
         print(USAGE)
@@ -136,8 +142,7 @@ def main() -> int:
     if command in HELP and {"-h", "--help"} & set(words):
         print(HELP[command])
         return 0
-    # Ctrl-C arrives here while settings are checked; a run that has started handles it by itself.
-    return status_of(partial(known[command], words), interrupted="")
+    return known[command](words)
 
 
 def commands() -> dict[str, Callable[[list[str]], int]]:

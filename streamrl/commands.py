@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -49,6 +50,8 @@ def parsed(
 
 def status_of(command: Callable[[], int], *, interrupted: str = "stopped") -> int:
     """The exit status of a command; what it refuses is printed, and Ctrl-C ends it without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal in Latin-1 has no ± and not what every model says
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = command()
         sys.stdout.flush()

@@ -65,7 +65,10 @@ def directories_of(words: Iterable[str]) -> tuple[str, ...]:
     found: list[str] = []
     for word in words:
         if word.startswith(SEARCH_PATH):
-            named = OverridesParser.create().parse_override(word).value()
+            try:
+                named = OverridesParser.create().parse_override(word).value()
+            except HydraException as error:
+                raise ConfigError(f"`{word}` cannot be read: write {SEARCH_PATH}['DIRECTORY']") from error
             found += [str(one).removeprefix("file://") for one in (named if isinstance(named, list) else [named])]
         elif is_file(word):
             found.append(str(Path(word).parent))

@@ -98,7 +98,8 @@ def read_command_line(typed: Sequence[str]) -> CommandLine:
     if (option := next((word for word in words if word.partition("=")[0] in OPTIONS), None)) is not None:
         raise ConfigError(f"`{option}` is not an option here: take {OPTIONS[option.partition('=')[0]]}")
     if given.config_dir is not None:
-        words.append(f"{SEARCH_PATH}['{given.config_dir}']")
+        quoted = given.config_dir.replace("'", "\\'")
+        words.append(f"{SEARCH_PATH}['{quoted}']")
     if given.config_name not in (None, PRIMARY):
         words.append(_file_of(given.config_name, given.config_dir))
     multirun = given.multirun or "hydra.mode=MULTIRUN" in words

@@ -53,4 +53,8 @@ def start_log(
     handler.setFormatter(PrintableFormatter(f"%(asctime)s {who:<8} %(message)s", datefmt="%H:%M:%S"))
     for library in ("httpx", "httpx2"):  # at INFO they log every request
         logging.getLogger(library).setLevel(logging.WARNING)
-    logging.basicConfig(level=level or os.environ.get("STREAMRL_LOG", "INFO").upper(), handlers=[handler], force=force)
+    level = (level or os.environ.get("STREAMRL_LOG") or "INFO").upper()
+    known = level in logging.getLevelNamesMapping()
+    logging.basicConfig(level=level if known else "INFO", handlers=[handler], force=force)
+    if not known:
+        logging.warning("STREAMRL_LOG=%s is no level, so INFO: give DEBUG, INFO, WARNING or ERROR", level)

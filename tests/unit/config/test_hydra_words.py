@@ -236,6 +236,8 @@ def test_settings_without_a_model_are_shown_as_they_are(typed, line):
     ("-m staleness.eta=0,1 hydra.sweeper.study_name=x", "take sweep.dir"),
     (f"-m {QUICK} staleness.eta=0,1 hydra.sweep.subdir=same", "must name a different directory for each run"),
     (f"-m {QUICK} staleness.eta=0,1 hydra.run.dir=x", "use sweep.dir"),
+    ("hydra.searchpath=[ --cfg job", "cannot be read: write hydra.searchpath=['DIRECTORY']"),
+    ('-cd "it\'s" --cfg job', "it's: no such directory"), ("-cd 'a\\]' --cfg job", "a\\]: no such directory"),
     ("-m hydra.sweeper.max_batch_size=2", "take sweep.num_parallel"), ("~hydra.run.dir", "take run.dir"),
 ])
 def test_the_rest_is_refused_with_what_does_it(typed, line, says):
