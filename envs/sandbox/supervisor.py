@@ -11,6 +11,7 @@ that programs do not have. The supervisor is not dumpable, so that a program of 
 open its descriptors.
 """
 
+import atexit
 import ctypes
 import fcntl
 import json
@@ -18,6 +19,7 @@ import os
 import resource
 import select
 import signal
+import site
 import struct
 import sys
 import time
@@ -159,7 +161,7 @@ def outcome(ended, exit_status, word):
 
 def run_program(program, call, directory, limits):
     """Run the program in the forked process: never returns."""
-    status = 0
+    status, names = 0, {}
     try:
         os.chdir(directory)
         apply(limits)
@@ -168,10 +170,14 @@ def run_program(program, call, directory, limits):
         prctl(PR_SET_DUMPABLE, 1)  # so that the supervisor may read how much memory it takes
         for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
-        sys.stderr = os.fdopen(2, "w")
+        sys.stdin = sys.__stdin__ = os.fdopen(0)
+        sys.stdout = sys.__stdout__ = os.fdopen(1, "w")
+        sys.stderr = sys.__stderr__ = os.fdopen(2, "w")
         sys.argv = ["program.py"]
-        names = {"__name__": "__main__", "__builtins__": __builtins__}
+        site.setquit()  # -S leaves exit() and quit() out
+        module = sys.modules["__main__"] = type(sys)("__main__")  # where pickle and multiprocessing look names up
+        names = module.__dict__
+        names.update(__file__="program.py", __builtins__=__builtins__)
         try:
             code = compile(program, "program.py", "exec")
         except (SyntaxError, ValueError) as error:
@@ -185,18 +191,33 @@ def run_program(program, call, directory, limits):
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
+        status = 1  # first: the program may have closed descriptor 3
         os.write(3, RUNTIME_ERROR)
         import traceback
 
         traceback.print_exc(limit=-3)
-        status = 1
     finally:
         try:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            end_as_python_does(names)
         except BaseException:
             status = status or 1
         os._exit(status & 0xFF)
+
+
+def end_as_python_does(names):
+    """Wait for the program's threads, call what it has left to the end, and write what its files still hold."""
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
+    atexit._run_exitfuncs()
+    flush(sys.stdout, sys.stderr)
+    names.clear()  # only now, for their code reads names: a file that nobody else holds is closed
+    flush(sys.__stdout__, sys.__stderr__)
+
+
+def flush(*files):
+    for file in files:
+        if file is not None and not getattr(file, "closed", False):
+            file.flush()
 
 
 def json_or_text(text):

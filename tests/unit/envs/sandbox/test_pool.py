@@ -49,12 +49,34 @@ def test_a_function_or_a_method_of_solution_is_called(pool: SandboxPool) -> None
     assert missing.status == "error" and missing.value is None
 
 
+@pytest.mark.parametrize("program", [
+    "print(42)\nexit()", "def f():\n    print(42)\n    quit(0)\nf()",
+    "from threading import Thread\nimport time\nThread(target=lambda: time.sleep(0.1) or print(42)).start()",
+    "import threading as t\nt.Thread(target=t.Event().wait, daemon=True).start()\nprint(42)",
+    "import atexit\natexit.register(print, 42)",
+    "import atexit, io, sys\nsys.stdout = held = io.StringIO()\n"
+    "atexit.register(lambda: sys.__stdout__.write(held.getvalue()))\nprint(42)",
+    "import io, os, sys\nclass Fast(io.StringIO):\n    def flush(self): os.write(1, self.getvalue().encode())\n"
+    "sys.stdout = Fast()\nprint(42)",
+    "out = open(1, 'w')\nout.write('42\\n')", "import sys\nsys.__stdout__.write('42\\n')",
+    "print(42)\nimport sys\nsys.stdout.close()", "class A:\n    def __del__(self): print(42)\na = A()",
+    "def f(x): return x + 1\nfrom multiprocessing import Pool\nprint(*Pool(1).map(f, [41]))",
+    "import pickle\nclass A: x = 42\nprint(pickle.loads(pickle.dumps(A())).x)",
+    "import os\nprint(42 if os.path.basename(__file__) == 'program.py' else 0)",
+])
+def test_a_program_ends_as_one_of_python_does(pool: SandboxPool, program: str) -> None:
+    outcome = pool.run(program)[0]
+    assert (outcome.status, outcome.stdout) == ("ok", "42\n"), outcome.stderr
+
+
 @pytest.mark.parametrize(
     ("program", "status"),
     [
         ("def f(:", "compile_error"),
         ("x\0y", "compile_error"),
         ("1 / 0", "error"),
+        ("import os\nos.closerange(3, 9)\n1 / 0", "error"),
+        ("exit('why')", "error"),
         ("raise SystemExit(3)", "error"),
         ("raise SystemExit", "ok"),
         ("import os; os._exit(7)", "error"),
