@@ -141,7 +141,7 @@ class HubServer:
                 self._learner_gone()
                 break
             ready = dict(poller.poll(POLL_MS))
-            now = time.monotonic()
+            now = self.context.clock()
             tick = now >= next_tick
             if tick or (self._peers.monitor in ready and self._peers.watch(now)):
                 self._peers.tick(now, self.context.connections.by_route)
@@ -176,9 +176,9 @@ class HubServer:
         A connection that is closed with unread messages is reset, and what was on its way to the actor is lost: it
         would look for a hub that has gone.
         """
-        until = time.monotonic() + (GOODBYE_S if self._finished else 0.0)
+        until = self.context.clock() + (GOODBYE_S if self._finished else 0.0)
         while True:
-            now = time.monotonic()
+            now = self.context.clock()
             self._peers.watch(now)
             self._drain_actors(now)
             if now >= until or not self._peers.any_of(self.context.connections.by_route):
@@ -192,8 +192,8 @@ class HubServer:
         self.broadcast.tick(now)
         self._ranks.watch(now)
         self._control.serve()
-        ended = time.monotonic()
-        return max(now + TICK_S, ended + (ended - began) / TICK_SHARE)
+        took_s = time.monotonic() - began
+        return now + max(TICK_S, took_s + took_s / TICK_SHARE)
 
     def _warn_without_actors(self, now: float) -> None:
         """Warn again and again, for as long as no actor is there."""
@@ -211,7 +211,7 @@ class HubServer:
             self.context.notify(f"no actor is connected, for {now - self._alone_since:.0f} s: {way}")
 
     def _learner_gone(self) -> None:
-        now = time.monotonic()
+        now = self.context.clock()
         self._drain_ranks(now)  # its last words
         finding = self.context.rank_watch.learner_gone(now)
         log.error("%s; actors will reconnect to its successor",
@@ -261,7 +261,7 @@ class HubServer:
         if self._stopped:
             return
         self._stopped, self._finished = True, finished
-        write_status(self.context, time.monotonic(), state="finished" if finished else "stopped")
+        write_status(self.context, self.context.clock(), state="finished" if finished else "stopped")
         self._actors.stop_all(reason, finished=finished)
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -37,6 +36,7 @@ from streamrl.messages import (
 )
 from streamrl.messages.codec import Decoder, encode
 from streamrl.transport.authentication import connect_with
+from streamrl.transport.awake import AwakeClock
 from streamrl.transport.keys import ActorKey
 from streamrl.transport.sockets import allow_ipv6
 
@@ -90,7 +90,8 @@ class HubLink:
         allow_ipv6(self._socket, endpoint)
         self._socket.connect(endpoint)
         self._send(self._ready)
-        self._heard_at = self._reported_at = time.monotonic()
+        self._clock = AwakeClock()  # a hub that was stopped with this process was not silent
+        self._heard_at = self._reported_at = self._clock()
 
     def wait_until_up(self) -> None:
         """Wait, on rank 0, until the hub has bound its sockets and answers."""
@@ -106,7 +107,7 @@ class HubLink:
         """
         rank = self._ready.rank
         self._send(BatchRequest(rank, version))
-        self._reported_at = time.monotonic()
+        self._reported_at = self._clock()
         told_to_stop = False
         while True:
             if self._stop_requested() and not told_to_stop:
@@ -160,12 +161,12 @@ class HubLink:
 
     def wait_for_evals(self) -> None:
         """Wait until every result is in `evals`, or a stop was requested."""
-        began = self._reported_at = time.monotonic()
+        began = self._reported_at = self._clock()
         while self._asked and not self._stop_requested():
             self._receive()
             self._check_fatal()
             num_actors = len(self.status.actors)
-            waited_s = time.monotonic() - began
+            waited_s = self._clock() - began
             self._check_stall("evaluation unfinished", waited_s, num_actors, "see the end of the actors' logs")
 
     def _check_fatal(self) -> None:
@@ -177,10 +178,10 @@ class HubLink:
 
         Actors that answer an evaluation are not stalled: the time to failure counts from its last scored answer.
         """
-        if time.monotonic() - self._reported_at > self._stall_report_s:
-            self._reported_at = time.monotonic()
+        if self._clock() - self._reported_at > self._stall_report_s:
+            self._reported_at = self._clock()
             log.warning("%s for %.0f s with %d actors connected: %s", what, waited_s, num_actors, detail)
-        idle_s = min(waited_s, time.monotonic() - self._eval_moved_at)
+        idle_s = min(waited_s, self._clock() - self._eval_moved_at)
         if self._stall_fail_s and num_actors and idle_s > self._stall_fail_s:
             raise StreamrlError(
                 f"{what} for {waited_s:.0f} s although {num_actors} actors are connected "
@@ -211,14 +212,14 @@ class HubLink:
         self.on_idle()
         if not self._socket.poll(POLL_MS):
             self._check_hub()
-            silent_s = time.monotonic() - self._heard_at
+            silent_s = self._clock() - self._heard_at
             if silent_s > (STOPPING_SILENT_S if self._stop_requested() else self._hub_silent_s):
                 raise StreamrlError(
                     f"rank {self._ready.rank} has had no message of the hub for {silent_s:.0f} s: it is presumed dead"
                 )
             return None
         message = self._decoder.decode(self._socket.recv())
-        self._heard_at = time.monotonic()
+        self._heard_at = self._clock()
         if isinstance(message, HubStatus):
             if message.counters.get(SCORED, 0.0) != self.status.counters.get(SCORED, 0.0):
                 self._eval_moved_at = self._heard_at

@@ -22,6 +22,7 @@ from streamrl.config.schema import PromptOverflow
 from streamrl.messages import PROTOCOL, Message
 from streamrl.messages.codec import encode
 from streamrl.messages.printable import printable
+from streamrl.transport.awake import AwakeClock
 from streamrl.transport.peers import LogLimit
 
 log = logging.getLogger("streamrl.hub")
@@ -85,6 +86,8 @@ class HubContext:
     observers: tuple[Observer, ...] = field(init=False)
     """All observers, those above included; each is told of every event of every actor."""
     rank_watch: RankWatch = field(init=False)
+    clock: AwakeClock = field(default_factory=AwakeClock)
+    """Of everything that waits in this hub."""
     told: LogLimit = field(default_factory=lambda: LogLimit(log, burst=1, interval_s=30.0))
     _told_records: LogLimit = field(default_factory=lambda: LogLimit(log))
     _any_passed_over: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -38,7 +37,7 @@ class ControlHandler:
         return {
             "run_id": hub.settings.run_id, "version": hub.ledger.version, "total_steps": hub.settings.total_steps,
             "steps_per_batch": hub.ledger.lag.rule.steps_per_batch, "published": manifest is not None,
-            "processes": sentences(hub, time.monotonic()),
+            "processes": sentences(hub, hub.clock()),
         }
 
     def _drain(self, request: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,7 +15,6 @@ import zmq
 
 from learner.hub.context.run_log import RunLog
 from learner.hub.context.settings import read_settings, write_settings
-from learner.hub_client import link as link_module
 from learner.hub_client.link import HubLink
 from learner.hub_client.settings import hub_settings, stall_fail_s
 from learner.loop.evaluations import Evaluations
@@ -377,7 +376,7 @@ def test_actors_that_answer_an_evaluation_do_not_stall_the_run(scripted_hub):
 
 def test_several_evaluations_may_take_longer_than_one_stall(scripted_hub, monkeypatch):
     hub, now = scripted_hub("learner.stall_fail_s=100"), [0.0]
-    monkeypatch.setattr(link_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(hub.link, "_clock", lambda: now[0])
     receive = hub.link._receive
 
     def slowly():
