@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from learner.hub_client.link import HubLink
 from learner.ranks.clock import StepClock
-from learner.record.recorder import Recorder
+from learner.record.recorder import EVALUATIONS, Recorder
 from learner.record.step_samples import StepSamples
 from streamrl.config.eval_sets import EvalSet
 from streamrl.errors import TaskError
+from streamrl.metrics.files import read_lines
 
 log = logging.getLogger("streamrl.learner")
 
@@ -33,6 +36,18 @@ class Evaluations:
     def due(self, step: int) -> bool:
         """Whether this step, which is not the last, ends with one."""
         return self._every_steps > 0 and step % self._every_steps == 0
+
+    def lost(self, run_dir: Path, step: int, *, steps_per_batch: int) -> bool:
+        """Whether the newest one that was due up to this step left no result of some set: its learner ended before.
+
+        A later version may have answered it.
+        """
+        if not self._every_steps:
+            return False
+        due, now = step // self._every_steps * self._every_steps * steps_per_batch, step * steps_per_batch
+        rows = [row for _, row in read_lines(run_dir / EVALUATIONS, json.loads) if isinstance(row, dict)]
+        ended = [row.get("dataset") for row in rows if row.get("version") in range(due, now + 1)]
+        return due > 0 and any(one.name not in ended for one in self._sets)
 
     def start(self, version: int, *, wait: bool = False) -> None:
         """Score held-out prompts with at least this version."""

@@ -126,8 +126,8 @@ class Run(Callbacks):
         if self.version == 0 and (self.config.eval.at_start or self.config.trainer.eval_only):
             self.leave_device()
             self.evaluations.start(self.version, wait=True)
-        elif self.eval_lost:
-            self.evaluations.start(self.version)
+        elif self.eval_lost and self.step < self.config.trainer.num_steps and not self.config.trainer.eval_only:
+            self.evaluations.start(self.version)  # else it is evaluated at the end, which comes now
 
     def evaluate_if_due(self) -> None:
         """Evaluate every so many steps; the end of the run has an evaluation of its own."""

@@ -128,6 +128,9 @@ def _build(config: Config, given: Inputs, run_dir: Path, stop: StopFlag, ranks: 
     run.checkpoints = _make_checkpoints(run, given)
     link.on_idle, link.dropped = run.poll, samples.dropped
     _keep(run, given.lock, shm)
+    run.eval_lost = given.start > 1 and run.evaluations.lost(
+        run_dir, run.step, steps_per_batch=trainer.settings.steps_per_batch
+    )
     _tell_recovered(run, recovered)
     if recorder is not None:
         announce(run)
@@ -136,9 +139,6 @@ def _build(config: Config, given: Inputs, run_dir: Path, stop: StopFlag, ranks: 
 
 def _tell_recovered(run: Run, recovered: Recovered) -> None:
     """Hub and record get what they lack of the batches that were trained again."""
-    run.eval_lost = recovered.eval_lost(
-        run.config.eval.every_steps, step=run.step, steps_per_batch=run.trainer.settings.steps_per_batch
-    )
     for one in recovered.unended if run.ranks.rank == 0 else ():
         result = one.trained.result if one.trained is not None else None
         run.hub.trained(

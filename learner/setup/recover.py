@@ -43,23 +43,14 @@ class Recovered:
         equal: every version that the run had published came out the same, bit by bit.
         unended: batches whose end the log does not know: the hub is told.
         unrecorded: (step, what it measured) of steps without a row of metrics.
-        evaluated: versions of which an evaluation ended, after the checkpoint.
     """
 
     again_from: int = -1
     equal: bool = True
     unended: tuple[Retrained, ...] = ()
     unrecorded: tuple[tuple[int, TrainedBatch], ...] = ()
-    evaluated: frozenset[int] = frozenset()
     wall_s: float = 0.0
     trained_tokens: int = 0
-
-    def eval_lost(self, every_steps: int, *, step: int, steps_per_batch: int) -> bool:
-        """Whether a version since the checkpoint was to be evaluated, and that ended nowhere."""
-        if not every_steps or self.again_from < 0:
-            return False
-        newest = step // every_steps * every_steps * steps_per_batch
-        return newest > self.again_from and newest not in self.evaluated
 
 
 def history_after(given: Inputs, run_dir: Path) -> History:
@@ -125,8 +116,8 @@ def recover(
     equal = not differences
     after = _inputs_after(given, history, trainer, equal=equal)
     return after, Recovered(
-        begin, equal, tuple(unended), tuple(unrecorded), frozenset(v for v, _ in history.evaluated) if history else
-        frozenset(), float(last.get("run/wall_s", 0.0)), int(last.get("run/trained_tokens", 0)),
+        begin, equal, tuple(unended), tuple(unrecorded), float(last.get("run/wall_s", 0.0)),
+        int(last.get("run/trained_tokens", 0)),
     )
 
 

@@ -12,7 +12,6 @@ from streamrl.messages.codec import Decoder
 from streamrl.metrics.run_record import starts_of
 from streamrl.stream.records import (
     BatchCut,
-    Evaluated,
     GroupArrived,
     GroupMoved,
     LogError,
@@ -49,7 +48,6 @@ class History:
     Attributes:
         published: manifests by version, of the last that was published under each.
         dropped: groups that were, with the reason.
-        evaluated: (version, evaluation set) of evaluations that ended.
         first: the number of the first record that was read.
     """
 
@@ -59,7 +57,6 @@ class History:
     batches: list[LoggedBatch] = field(default_factory=list)
     published: dict[int, Manifest] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
-    evaluated: set[tuple[int, str]] = field(default_factory=set)
     _places: dict[int, Place] = field(default_factory=dict)
 
     @classmethod
@@ -91,8 +88,6 @@ class History:
                     history.dropped[group_id] = reason
                 case VersionPublished(manifest=manifest):
                     history.published[manifest.ref.version] = manifest
-                case Evaluated(version=version, dataset=dataset):
-                    history.evaluated.add((version, dataset))
         return history
 
     def trained(self, first: int = 0, last: int | None = None) -> list[LoggedBatch]:
