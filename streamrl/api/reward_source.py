@@ -14,7 +14,7 @@ import re
 import symtable
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -53,13 +53,21 @@ class _Module:
         text = _source(function, self._reward)
         written = inspect.unwrap(function)  # what its decorators were given
         values = {**vars(builtins), **written.__globals__, **_closure(written)}
-        for used in _used_names(text):
+        try:
+            names = _used_names(text)
+        except SyntaxError as error:  # of the function without what stands around it, as `nonlocal`
+            raise ConfigError(
+                f"reward={self._reward}: {function.__name__} cannot stand alone ({error.msg}): {REMEDY}."
+            ) from error
+        for used in names:
             if used == name and name == function.__name__:
                 continue
             if used not in values:
                 self._refuse(used, function, "it is not defined")
             if used not in vars(builtins) or values[used] is not vars(builtins)[used]:
                 self._add(used, values[used], function)
+            for inner in _reached(values[used], used, text):
+                self._import(f"import {inner}", inner)
         self.functions += [text, ""] if name == function.__name__ else [text, f"{name} = {function.__name__}", ""]
 
     def _add(self, name: str, value: Any, user: FunctionType) -> None:
@@ -67,6 +75,8 @@ class _Module:
             if self._known[name] is not value:
                 self._refuse(name, user, "two functions use it for different things")
             return
+        if name == REWARD_NAMES[0] or name in REWARD_NAMES and callable(value):
+            self._refuse(name, user, "in a file the reward itself has this name")
         self._known[name] = value
         if isinstance(value, ModuleType):
             if value.__name__ == "__main__" or getattr(value, "__spec__", None) is None:
@@ -136,6 +146,19 @@ def _used_names(text: str) -> list[str]:
             if symbol.is_referenced() and (symbol.is_global() or is_top) and not (is_top and symbol.is_imported()):
                 seen.add(symbol.get_name())
     return sorted(seen)
+
+
+def _reached(value: Any, name: str, text: str) -> Iterator[str]:
+    """Modules inside this one that a text reaches through its name: `import xml` alone lacks xml.etree.ElementTree."""
+    for node in ast.walk(ast.parse(text)) if isinstance(value, ModuleType) else ():
+        names, inner = list[str](), value
+        while isinstance(node, ast.Attribute):
+            names, node = [node.attr, *names], node.value
+        for attribute in names if isinstance(node, ast.Name) and node.id == name else ():
+            inner, outer = getattr(inner, attribute, None), inner.__name__
+            if not isinstance(inner, ModuleType) or inner.__name__ != f"{outer}.{attribute}":
+                break
+            yield inner.__name__
 
 
 def _closure(function: FunctionType) -> dict[str, Any]:

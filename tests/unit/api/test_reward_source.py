@@ -1,6 +1,8 @@
 """Functions are written into a module from their source, with what they use, or refused with the name and a remedy."""
 
 import asyncio
+import concurrent.futures
+import email.utils
 import functools
 import importlib.util
 import json
@@ -8,6 +10,9 @@ import math
 import re
 import subprocess
 import sys
+import tempfile
+import xml.etree as trees
+import xml.etree.ElementTree
 from collections import Counter
 from os import path as os_path
 from pathlib import Path
@@ -16,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.api.reward_source import module_of
+from streamrl.api.reward_source import REWARD_NAMES, module_of
 from streamrl.errors import ConfigError, StreamrlError
 
 SCALE, NAMES, TABLE = 2.0, ("a", "b"), {"x": [1, None, True], "y": {"z": "é'\n"}}
@@ -153,6 +158,21 @@ def test_a_coroutine_function_stays_one(tmp_path):
     assert asyncio.run(found([], "")) == 1.0
 
 
+def reads_xml(completion, answer):
+    return float(xml.etree.ElementTree.fromstring(completion).tag == trees.ElementTree.fromstring(completion).tag)
+
+
+def dates(completion, answer):
+    return float(email.utils.parsedate(completion) is None and concurrent.futures.Future().done() is False)
+
+
+@pytest.mark.parametrize("function", [reads_xml, dates])
+def test_modules_inside_a_package_are_imported_too(function, tmp_path):
+    (tmp_path / "reward.py").write_text(f"{module_of(function)}\nprint(reward_fn('<a/>', ''))\n")
+    done = subprocess.run([sys.executable, "-I", str(tmp_path / "reward.py")], capture_output=True, text=True)
+    assert done.stdout == "1.0\n", done.stderr
+
+
 def test_the_written_module_stands_alone(tmp_path, monkeypatch):
     as_in_main(monkeypatch, uses_modules, helped, *MINE)
     for number, function in enumerate((uses_modules, helped)):
@@ -181,6 +201,26 @@ def uses_a_bad_helper(completion, answer):
     return uses_an_object(completion, answer)
 
 
+def counting() -> FunctionType:
+    number = 0
+
+    def counted(completion, answer):
+        nonlocal number
+        number += 1
+        return number
+    return counted
+
+
+def with_a_helper_named(name: str) -> FunctionType:
+    """A reward of another name: in its file both would be the reward."""
+    source = f"def scored(completion, answer):\n    return {name}([], completion)\n"
+    file = Path(tempfile.mkdtemp()) / "scored.py"
+    file.write_text(source)
+    space: dict[str, Any] = {name: reward_fn, "__name__": "__main__"}
+    exec(compile(source, str(file), "exec"), space)
+    return space["scored"]
+
+
 def from_exec() -> FunctionType:
     space: dict[str, Any] = {}
     exec("def typed(completion, answer):\n    return 1.0", space)
@@ -198,6 +238,8 @@ def from_exec() -> FunctionType:
     (uses_a_bad_helper, "its function uses_an_object uses `JUDGE`, and a Judge"),
     (made(JUDGE), "it uses `weight`, and a Judge"),
     (badly_decorated, "badly_decorated has a decorator without functools.wraps"),
+    (counting(), "counted cannot stand alone (no binding for nonlocal 'number' found)"),
+    *((with_a_helper_named(name), f"it uses `{name}`, and in a file the reward itself has") for name in REWARD_NAMES),
     (from_exec(), "the source of typed cannot be read"),
     (7, "is a int"),
 ])
