@@ -12,6 +12,7 @@ template writes between its header and the answer, and the special token that en
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class Encoder:
         self._system_prompt = data.system_prompt
         self._template = template_text(self.tokenizer) if data.apply_chat_template else ""
         self.chat = bool(self._template)
+        self._opening = opening_of(self.tokenizer)
 
     def encode(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> Encoded:
         """Ids and mask of a conversation. Raises TaskError: the template refuses it."""
@@ -151,7 +153,10 @@ class Encoder:
             ) from error
 
     def _encode_plain(self, messages: Sequence[ChatMessage]) -> Encoded:
-        """Contents without a template, joined by line breaks; an answer ends with the end of sequence."""
+        """Contents without a template, joined by line breaks, after the tokens that begin every text of an actor.
+
+        An answer ends with the end of sequence.
+        """
         ids: list[int] = []
         mask: list[bool] = []
         end = [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
@@ -163,8 +168,27 @@ class Encoder:
             part += end if said and part[-1:] != end else []
             ids += part
             mask += [trained] * len(part)
+        if ids[: len(self._opening)] != self._opening:  # a prompt of a log has them
+            ids, mask = [*self._opening, *ids], [False] * len(self._opening) + mask
         mask[:1] = [False] * len(mask[:1])
         return np.array(ids, np.int32), np.array(mask, bool)
+
+
+def opening_of(tokenizer: Any) -> list[int]:
+    """The special tokens that a tokenizer puts before a text, as the one that begins a sequence."""
+    bare, whole = (tokenizer("a", add_special_tokens=asked)["input_ids"] for asked in (False, True))
+    return whole[: next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)]
+
+
+def plain_template(tokenizer: Any) -> str:
+    """The text of conversations that have no template, as a template: a reward model's reader knows no other way."""
+    opening, end = (json.dumps(text) for text in (tokenizer.decode(opening_of(tokenizer)), tokenizer.eos_token or ""))
+    return (
+        "{% if not messages[0].content.startswith(" + opening + ") %}{{ " + opening + " }}{% endif %}"
+        "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}"
+        "{% if not message.content.endswith(" + end + ") %}{{ " + end + " }}{% endif %}"
+        "{% elif not loop.last and messages[loop.index].role != 'assistant' %}{{ '\\n' }}{% endif %}{% endfor %}"
+    )
 
 
 def _marked(message: Form) -> Form:

@@ -51,7 +51,7 @@ from learner.supervised.methods import (
     load_reward_network,
     needs_reference,
 )
-from learner.supervised.records import Encoder, places_of, shape_of
+from learner.supervised.records import Encoder, places_of, plain_template, shape_of
 from streamrl.config.schema import Config, OnBadRecord
 from streamrl.errors import ConfigError, TaskError
 from streamrl.metrics.meter import Meter
@@ -300,6 +300,9 @@ def open_records(config: Config, kind: str) -> Opened:
         per_pass = len(dataset.train) // config.rollout.num_prompts_per_step
         config.trainer.num_steps = max(1, math.ceil(config.trainer.num_epochs * per_pass))
     encoder = Encoder(model_dir, data)
+    if kind == "train-reward-model" and not encoder.chat:  # it is exported with what it was trained on
+        data.chat_template, data.apply_chat_template = plain_template(encoder.tokenizer), True
+        encoder = Encoder(model_dir, data)
     if data.on_bad_record is OnBadRecord.error:
         for messages in shape.conversations(first := dataset.train[0]):
             encoder.encode(messages, tool_schemas(first))

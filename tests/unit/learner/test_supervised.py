@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import learner.supervised.__main__
+from actors.render import Renderer, load_tokenizer
 from actors.reward_model.scorer import RewardScorer
 from envs.data.dataset import open_dataset
 from learner.checkpoint.checkpoint import ResumeState
@@ -20,6 +21,7 @@ from learner.data.packing import pack
 from learner.model.networks import FrozenPolicy
 from learner.model.policy import Policy, load_policy
 from learner.model.tiny import make_tiny_model
+from learner.publish.export import used_template
 from learner.ranks.mesh import Ranks
 from learner.supervised.methods import (
     Dpo,
@@ -30,8 +32,8 @@ from learner.supervised.methods import (
     load_reward_network,
     preference_loss,
 )
-from learner.supervised.records import Encoder, PairShape, places_of, row_of, shape_of
-from learner.supervised.run import Opened, make_method
+from learner.supervised.records import Encoder, PairShape, places_of, plain_template, row_of, shape_of
+from learner.supervised.run import Opened, make_method, open_records
 from streamrl.architectures.miniature import build_miniature
 from streamrl.config.catalog import settings
 from streamrl.config.load import load_config
@@ -228,6 +230,29 @@ def test_without_a_template_the_answer_and_the_end_of_sequence_follow_the_prompt
     ids, mask = made.encode([ChatMessage("system", "s"), ChatMessage("user", "q?"), ChatMessage("assistant", "yes")])
 
     assert made.tokenizer.decode(ids) == "s\nq?yes</s>" and trained(made, ids, mask) == ["yes</s>"]
+
+
+SPECIAL = {"begun": "<s> $A", "begun and ended": "<s> $A </s>", "ended": "$A </s>", "bare": "$A"}
+
+
+@pytest.mark.parametrize("form", SPECIAL)
+def test_without_a_template_a_text_begins_as_actors_and_readers_of_reward_models_begin_it(tmp_path, form):
+    tokenizer = encoder(tmp_path, "", "<s>").tokenizer
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=SPECIAL[form], special_tokens=[(one, tokenizer.convert_tokens_to_ids(one)) for one in ("<s>", "</s>")]
+    )
+    tokenizer.save_pretrained(tmp_path)
+    made, actor = Encoder(tmp_path, DataConfig()), Renderer(load_tokenizer(tmp_path))
+    talk = [ChatMessage("system", "s"), ChatMessage("user", "q?"), ChatMessage("assistant", "yes"),
+            ChatMessage("user", "why?\n"), ChatMessage("assistant", "so</s>")]
+    again = [ChatMessage("user", made.tokenizer.decode(actor.render(talk[:2]))), *talk[2:]]  # as a log's prompt is
+
+    ids, mask = made.encode(talk)
+    opened = Encoder(tmp_path, DataConfig(chat_template=plain_template(made.tokenizer)))
+
+    assert ids.tolist()[: len(actor.render(talk[:2]))] == actor.render(talk[:2])
+    assert trained(made, ids, mask) == ["yes</s>", "so</s>"]
+    assert opened.encode(talk)[0].tolist() == made.encode(again)[0].tolist() == ids.tolist()
 
 
 def test_a_conversation_that_the_template_refuses_is_named_with_its_reason(tmp_path):
@@ -580,6 +605,36 @@ def test_an_exported_reward_model_gives_the_scores_that_were_trained_also_where_
             [{"role": one.role, "content": one.content} for one in messages] for messages in method.shape.pair(record)
         ])
         assert served == pytest.approx(trained.tolist(), abs=1e-5)
+
+
+def test_a_reward_model_without_a_template_is_asked_as_it_was_trained(tmp_path, pairs):
+    model_dir = make_tiny_model(tmp_path / "model", characters="abcdefgh ", hidden_size=32, num_heads=2)
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in pairs))
+    config = load_config([
+        f"policy.model_path={model_dir}", f"data.path={tmp_path}/pairs.jsonl", "data.apply_chat_template=false",
+        "data.test_ratio=0", "rollout.num_prompts_per_step=1",
+    ])
+    opened = open_records(config, "train-reward-model")
+    network = load_reward_network(
+        model_dir, LearnerConfig(), Ranks(), dtype=torch.float32, gradient_checkpointing=False
+    )
+    torch.nn.init.normal_(network.score.weight, generator=torch.Generator().manual_seed(0))
+    method = RewardModel(network, opened.encoder, config.data, max_tokens=29)
+    out = export_reward_model(
+        network, model_dir, tmp_path / "scores", Ranks(), padding=method.padding,
+        chat_template=used_template(config.data),
+    )
+    plain, scorer = Encoder(model_dir, DataConfig(apply_chat_template=False)), RewardScorer(str(out), "cpu")
+
+    for record in pairs:
+        both = method.shape.pair(record)
+        assert all(opened.encoder.encode(one)[0].tolist() == plain.encode(one)[0].tolist() for one in both)
+        (micro,) = pack([method.row(0, record)], 60)
+        with torch.no_grad():
+            scores = network(micro.tokens, micro.positions, micro.packing, micro.score_index)
+        assert scorer.score([[one.as_dict() for one in side] for side in both]) == pytest.approx(
+            scores.tolist(), abs=1e-5
+        )
 
 
 def test_the_best_answers_of_a_log_are_trained_on_as_they_were_sampled(model_dir, tmp_path, capsys):
