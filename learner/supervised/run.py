@@ -58,6 +58,8 @@ from streamrl.metrics.meter import Meter
 from streamrl.metrics.summary import Summary
 
 log = logging.getLogger("streamrl.learner")
+MAX_IN_VAIN = 64
+"""Records without anything to train on, one after the other, that end a run."""
 
 
 class NoHub:
@@ -93,6 +95,7 @@ class Run:
     step: int
     checkpoints: Checkpoints | None = None
     num_dropped: int = 0
+    num_in_vain: int = 0
 
     def train(self) -> bool:
         """Train until the steps are done (True) or a stop is requested (False)."""
@@ -131,11 +134,23 @@ class Run:
         tokens, num_rows, dropped = self.ranks.all_reduce(
             [float(sum(row.num_action_tokens for row in rows)), float(len(rows)), float(self.num_dropped)]
         )
+        self._check_any(int(num_rows), int(dropped))
         return {f"supervised/{name}": value for name, value in measured.items()} | {
             "policy/grad_norm": result.grad_norm, "policy/lr": result.lr, "policy/num_tokens": tokens,
             "policy/num_trajectories": num_rows, "policy/num_skipped_steps": float(result.skipped),
             "supervised/num_dropped": dropped,
         }
+
+    def _check_any(self, num_rows: int, dropped: int) -> None:
+        """Raise TaskError where MAX_IN_VAIN records in a row, or all of a short run, leave nothing to train on."""
+        config, self.num_in_vain = self.config, 0 if num_rows else self.num_in_vain + dropped
+        left = config.trainer.num_steps - max(0, self.past.version)
+        if self.num_in_vain >= min(MAX_IN_VAIN, left * config.rollout.num_prompts_per_step):
+            raise TaskError(
+                f"the last {self.num_in_vain} records leave nothing to train on: their prompts fill the "
+                f"{side_limit(config, self.kind)} tokens that data.max_tokens or learner.max_tokens_per_device allows, "
+                "or are damaged; raise it"
+            )
 
     def rows(self, records: Mixture, places: Sequence[int], what: str) -> list[Trajectory]:
         """This rank's records, encoded; a record with nothing to train on is dropped and counted."""
@@ -161,7 +176,8 @@ class Run:
     ) -> dict[str, float]:
         """Forward passes, and with `gradients` backward ones, over rows of all ranks; means over their units."""
         own = float(sum(self.method.units(row) for row in rows))
-        count = max(1.0, self.ranks.all_reduce([own])[0])
+        (total,) = self.ranks.all_reduce([own])
+        count = max(1.0, total)
         network, sums = self.method.network, dict[str, torch.Tensor]()
         for at, micro in enumerate(micro_batches):
             last = at == len(micro_batches) - 1
@@ -174,8 +190,8 @@ class Run:
                 reshard(network)
             for name, value in {"loss": loss.detach(), **measured}.items():
                 sums[name] = sums[name] + value.double() if name in sums else value.double()
-        totals = self.ranks.all_reduce([float(value) for value in sums.values()])
-        return {name: total / count for name, total in zip(sums, totals, strict=True)}
+        means = [value / count for value in self.ranks.all_reduce([float(value) for value in sums.values()])]
+        return dict(zip(sums, means, strict=True)) if total else {}  # a mean of nothing is not 0
 
     def _evaluates(self) -> bool:
         every = self.config.eval.every_steps

@@ -77,6 +77,18 @@ def same_weights(one: Path, other: Path) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first.keys() | second.keys())
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_records_that_leave_nothing_to_train_on_end_a_run(folder, kind):
+    records = [{"prompt": "a" * 40, "completion": "b", "chosen": "b", "rejected": "c"} for _ in range(40)]
+    write(folder / "long.jsonl", records)
+
+    said = run(folder, kind, *words_for("long", f"vain-{kind}", 9, "data.max_tokens=20", "data.test_ratio=0"), code=2)
+
+    assert "the last 64 records leave nothing to train on: their prompts fill the 20 tokens" in said
+    rows = read_metrics(folder / f"vain-{kind}" / "metrics.jsonl")
+    assert rows and not any("loss" in key or "accuracy" in key for row in rows for key in row)
+
+
 def test_a_stopped_and_a_killed_run_go_on_to_the_same_bits(folder):
     schedule = ("policy.scheduler.name=warmup_stable_decay", "policy.scheduler.num_warmup_steps=12")
     run(folder, "sft", *words_for("answers", "whole", 24, *schedule))
