@@ -26,7 +26,9 @@ from streamrl.errors import ConfigError, TaskError
 MAX_TRIES = 3
 FIRST_PAUSE_S = 0.5
 _AGAIN = {408, 409, 429, 500, 502, 503, 504}
-_SCORE = re.compile(r"(?:score|rating)\W*?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_RANGE = r"(?:\s*\(\s*\d+\s*(?:-|–|to)\s*\d+\s*\))?"
+_SCORE = re.compile(rf"(?:score|rating){_RANGE}(?:\s+(?:is|of))?\W*?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_OF_MOST = re.compile(r"(?<=\d)\W*(?:/|out\s+of)\W*\d+(?:\.\d+)?", re.IGNORECASE)
 _SCORE_KEYS = ("score", "reward", "probs", "embedding", "data")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
@@ -99,9 +101,12 @@ class Judge:
 def read_score(text: str, max_score: float) -> float:
     """A judge's number as a share of `max_score`: after the last "score" or "rating", else the last number of the text.
 
+    In "3/10" and "3 out of 10" it is the first.
+
     Raises TaskError if there is none.
     """
-    found = _SCORE.findall(text) or _NUMBER.findall(text)
+    told = _OF_MOST.sub("", text)
+    found = _SCORE.findall(told) or _NUMBER.findall(told)
     if not found:
         raise TaskError(f"the judge gave no number: {text!r:.120}. Let reward.judge.prompt ask for one.")
     return min(1.0, max(0.0, float(found[-1]) / max_score))

@@ -16,6 +16,7 @@ from envs.data_task import task_from_data
 from envs.json_service import listening
 from envs.registry import task_of
 from envs.rewards.registry import REWARDS, combine, make_reward
+from envs.rewards.services import read_score
 from envs.rewards.verifier_server import PATH, checking
 from envs.sandbox import SandboxPool
 from streamrl.config.load import load_config
@@ -328,6 +329,16 @@ def test_a_service_that_is_busy_is_asked_again_and_one_that_refuses_is_not(play,
     state.update(reply={"text": "none"}, failures=0)
     with pytest.raises(TaskError, match="holds no score"):
         play("4", *words)
+
+
+@pytest.mark.parametrize("words", [
+    "Score: {}", "Score: {}/10", "**Score:** {} / 10", "I rate this {}/10.", "The score is {}/10", "Rating (0 to 10): **{}**",
+    "My rating is {} out of 10", "Score (0-10): {}", "Final score of {}. I found 2 errors in it.", "{}",
+    '{{"score": {}}}', "1/10 at first, 10/10 for style. Score: {} out of 10",
+])
+@pytest.mark.parametrize("number", [0, 3, 7.5, 10])
+def test_a_judges_number_is_read_in_any_form_that_judges_write_it(words, number):
+    assert read_score(words.format(number), 10.0) == number / 10
 
 
 def test_a_judge_without_number_address_or_key_is_an_error_that_says_so(play, service, monkeypatch):
