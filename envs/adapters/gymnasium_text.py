@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any, Protocol
 
 from envs.adapters.forms import parameters_of
@@ -49,7 +50,8 @@ class GymnasiumEnv:
         """`seed` is the record's, `options` the whole record."""
         given = {"seed": record.get("seed"), "options": dict(record)}
         takes = parameters_of(self._env.reset)
-        answer = self._env.reset(**{key: value for key, value in given.items() if key in takes})
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in signature(self._env.reset).parameters.values())
+        answer = self._env.reset(**{key: value for key, value in given.items() if takes_all or key in takes})
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise TaskError(f"{self._name}.reset returned {answer!r:.80}: return (observation, info).")
         return [self._said(answer[0], "reset")]

@@ -294,6 +294,19 @@ def test_a_gymnasium_environment_plays_seeds_and_tells_truncated_from_terminated
     assert (member.reward, member.status) == (0.0, MemberStatus.TRUNCATED)
 
 
+@pytest.mark.parametrize("takes", [
+    "seed=None", "*, seed=None, options=None", "**kwargs", "seed=None, **kwargs", "options=None, **kwargs",
+])
+def test_a_gymnasium_environment_gets_its_seed_however_reset_takes_it(tmp_path, takes):
+    path = tmp_path / "env.py"
+    path.write_text(
+        f"class Echo:\n    def reset(self, {takes}):\n        return str((locals() | locals().get('kwargs', {{}}))"
+        "['seed']), {}\n    def step(self, action):\n        return '', 0.0, True, False, {}\n"
+    )
+    (message,) = load_task("", path=str(path)).env().reset({"seed": 5})
+    assert message.content == "5"
+
+
 def test_a_gymnasium_environment_gets_a_data_files_record_as_options(tmp_path):
     path = tmp_path / "env.py"
     path.write_text(
