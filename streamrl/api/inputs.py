@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from streamrl.api.overrides import words_of
 from streamrl.api.reward_source import module_of
 from streamrl.config.overrides import literal
 from streamrl.errors import ConfigError
@@ -49,9 +51,13 @@ class Inputs:
     def _add_reward(self, reward: Reward) -> None:
         if isinstance(reward, str | PathLike):
             text = fspath(reward)
-            self._words.append(f"{'env.path' if text.endswith('.py') else 'reward.type'}={literal(text)}")
+            self._words += words_of({"env.path" if text.endswith(".py") else "reward.type": text})
         elif isinstance(reward, Mapping):
-            self._words.append(f"reward.weights={literal(dict(reward))}")
+            for name, weight in reward.items():
+                if not isinstance(weight, Real):
+                    raise ConfigError(f"reward[{name!r}] is {weight!r:.60}: a mapping has the weight of each reward by "
+                                      "its name, a number; give functions as one that returns a mapping of parts.")
+            self._words.append(f"reward.weights={literal({name: float(one) for name, one in reward.items()})}")
         elif isinstance(reward, list | tuple):
             raise ConfigError(
                 "reward is a list: give one function that returns a mapping such as {\"exact\": 1.0, \"format\": 0.5}; "
@@ -62,7 +68,7 @@ class Inputs:
 
     def _add_data(self, data: Records) -> None:
         if isinstance(data, str | PathLike):
-            self._words.append(f"data.path={literal(fspath(data))}")
+            self._words += words_of({"data.path": data})
             return
         parts = data if isinstance(data, Mapping) else {"train": data}
         if "train" not in parts or parts.keys() - SPLITS.keys():

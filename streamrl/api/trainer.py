@@ -80,16 +80,20 @@ def recorded_group(
         version: optimizer steps after which the policy sampled them.
         temperature: that they were sampled at.
     """
+    def plain(value: Any) -> Any:
+        value = value.item() if callable(getattr(value, "item", None)) else value  # a scalar of numpy or torch
+        return float(value) if isinstance(value, bool) else value
+
     members = tuple(
         Member(
             index=index, status=MemberStatus.FINISHED, prompt_ids=pack_ids(list(prompt_ids)),
             token_ids=pack_ids(list(token_ids)), logprobs=pack_logprobs(list(logprobs)), mask=((0, len(token_ids)),),
-            versions=(Span(0, version, 0, len(token_ids)),), turns=(Turn(0, len(token_ids), reward),), reward=reward,
-            scores={}, finish="stop",
+            versions=(Span(0, plain(version), 0, len(token_ids)),), turns=(Turn(0, len(token_ids), plain(reward)),),
+            reward=plain(reward), scores={}, finish="stop",
         )
         for index, (token_ids, logprobs, reward) in enumerate(answers)
     )
     return Group(
-        incarnation=1, seq=1, group_id=group_id, attempt=0, outcome=Outcome.COMPLETE, reason=ReturnReason.NONE,
-        detail="", sampling=Sampling(temperature), members=members, stats={},
+        incarnation=1, seq=1, group_id=plain(group_id), attempt=0, outcome=Outcome.COMPLETE, reason=ReturnReason.NONE,
+        detail="", sampling=Sampling(plain(temperature)), members=members, stats={},
     )

@@ -77,3 +77,20 @@ def test_what_no_file_can_hold_is_named_with_its_record_and_field(data, why):
 def test_a_list_of_rewards_is_answered_with_what_to_write():
     with pytest.raises(ConfigError, match="reward is a list: give one function that returns a mapping"):
         Inputs([len, len], None)
+
+
+@pytest.mark.parametrize(("reward", "data", "why"), [
+    ({"exact": len}, None, r"reward\['exact'\] is <built-in function len>: a mapping has the weight of each reward"),
+    ({"math": 1.0, "exact": "${oc.env:HOME}"}, None, r"reward\['exact'\] is '\$\{oc"),
+    ("math${oc.env:HOME}", None, r"a setting cannot hold \$\{"), ("${oc.env:HOME}.py", None, r"cannot hold \$\{"),
+    (None, "${oc.env:HOME}.jsonl", r"a setting cannot hold \$\{"), (None, Path("???"), "never \\?\\?\\? alone"),
+])
+def test_a_text_that_would_be_read_as_another_one_is_refused(reward, data, why):
+    with pytest.raises(ConfigError, match=why):
+        Inputs(reward, data)
+
+
+def test_weights_may_be_scalars_of_numpy():
+    assert Inputs({"math": np.float32(0.5), "length": np.int64(2)}, None).write(Path("none")) == [
+        "reward.weights={math:0.5,length:2.0}"
+    ]

@@ -2,12 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import streamrl
 from streamrl.errors import ConfigError, WireError
+from streamrl.messages.codec import encode
 from tests.kit.learning import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
@@ -39,6 +41,16 @@ def test_three_batches_raise_the_probability_of_the_paid_answer(model, tmp_path)
     assert measured[0]["policy/num_trajectories"] == 2 and measured[2]["lag/token_max"] == 2
     assert sum(logprobs(saved, GOOD)) > sum(logprobs(model, GOOD)) + 0.01
     assert sum(logprobs(saved, BAD)) < sum(logprobs(model, BAD))
+
+
+@pytest.mark.parametrize("scalar", [np.float32, np.float64, torch.tensor, bool])
+def test_a_group_takes_scalars_and_arrays_of_numpy_and_torch(scalar):
+    answers = [(np.array(GOOD), torch.tensor([-1.0] * 3), scalar(1.0)), (BAD, np.full(3, -1.0), scalar(0.0))]
+    group = streamrl.recorded_group(
+        np.int64(1), torch.tensor(PROMPT), answers, version=np.int32(0), temperature=scalar(1)
+    )
+    plain = streamrl.recorded_group(1, PROMPT, [(GOOD, [-1.0] * 3, 1.0), (BAD, [-1.0] * 3, 0.0)])
+    assert encode(group) == encode(plain)
 
 
 def test_what_it_cannot_train_on_is_said(model, tmp_path):
