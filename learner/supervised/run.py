@@ -58,7 +58,7 @@ from streamrl.metrics.meter import Meter
 from streamrl.metrics.summary import Summary
 
 log = logging.getLogger("streamrl.learner")
-MAX_IN_VAIN = 64
+MAX_NUM_EMPTY = 64
 """Records without anything to train on, one after the other, that end a run."""
 
 
@@ -95,7 +95,7 @@ class Run:
     step: int
     checkpoints: Checkpoints | None = None
     num_dropped: int = 0
-    num_in_vain: int = 0
+    num_empty: int = 0
 
     def train(self) -> bool:
         """Train until the steps are done (True) or a stop is requested (False)."""
@@ -142,12 +142,12 @@ class Run:
         }
 
     def _check_any(self, num_rows: int, dropped: int) -> None:
-        """Raise TaskError where MAX_IN_VAIN records in a row, or all of a short run, leave nothing to train on."""
-        config, self.num_in_vain = self.config, 0 if num_rows else self.num_in_vain + dropped
+        """Raise TaskError where MAX_NUM_EMPTY records in a row, or all of a short run, leave nothing to train on."""
+        config, self.num_empty = self.config, 0 if num_rows else self.num_empty + dropped
         left = config.trainer.num_steps - max(0, self.past.version)
-        if self.num_in_vain >= min(MAX_IN_VAIN, left * config.rollout.num_prompts_per_step):
+        if self.num_empty >= min(MAX_NUM_EMPTY, left * config.rollout.num_prompts_per_step):
             raise TaskError(
-                f"the last {self.num_in_vain} records leave nothing to train on: their prompts fill the "
+                f"the last {self.num_empty} records leave nothing to train on: their prompts fill the "
                 f"{side_limit(config, self.kind)} tokens that data.max_tokens or learner.max_tokens_per_device allows, "
                 "or are damaged; raise it"
             )

@@ -82,10 +82,10 @@ def test_records_that_leave_nothing_to_train_on_end_a_run(folder, kind):
     records = [{"prompt": "a" * 40, "completion": "b", "chosen": "b", "rejected": "c"} for _ in range(40)]
     write(folder / "long.jsonl", records)
 
-    said = run(folder, kind, *words_for("long", f"vain-{kind}", 9, "data.max_tokens=20", "data.test_ratio=0"), code=2)
+    said = run(folder, kind, *words_for("long", f"long-{kind}", 9, "data.max_tokens=20", "data.test_ratio=0"), code=2)
 
     assert "the last 64 records leave nothing to train on: their prompts fill the 20 tokens" in said
-    rows = read_metrics(folder / f"vain-{kind}" / "metrics.jsonl")
+    rows = read_metrics(folder / f"long-{kind}" / "metrics.jsonl")
     assert rows and not any("loss" in key or "accuracy" in key for row in rows for key in row)
 
 

@@ -47,7 +47,7 @@ def test_three_batches_raise_the_probability_of_the_paid_answer(model, tmp_path)
 def test_a_group_takes_scalars_and_arrays_of_numpy_and_torch(scalar):
     answers = [(np.array(GOOD), torch.tensor([-1.0] * 3), scalar(1.0)), (BAD, np.full(3, -1.0), scalar(0.0))]
     group = streamrl.recorded_group(
-        np.int64(1), torch.tensor(PROMPT), answers, version=np.int32(0), temperature=scalar(1)
+        np.int64(1), torch.tensor(PROMPT), answers, version=np.int32(0), temperature=scalar(1.0)
     )
     plain = streamrl.recorded_group(1, PROMPT, [(GOOD, [-1.0] * 3, 1.0), (BAD, [-1.0] * 3, 0.0)])
     assert encode(group) == encode(plain)

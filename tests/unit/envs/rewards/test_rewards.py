@@ -332,9 +332,10 @@ def test_a_service_that_is_busy_is_asked_again_and_one_that_refuses_is_not(play,
 
 
 @pytest.mark.parametrize("words", [
-    "Score: {}", "Score: {}/10", "**Score:** {} / 10", "I rate this {}/10.", "The score is {}/10", "Rating (0 to 10): **{}**",
-    "My rating is {} out of 10", "Score (0-10): {}", "Final score of {}. I found 2 errors in it.", "{}",
-    '{{"score": {}}}', "1/10 at first, 10/10 for style. Score: {} out of 10",
+    "Score: {}", "Score: {}/10", "**Score:** {} / 10", "I rate this {}/10.", "The score is {}/10",
+    "Rating (0 to 10): **{}**", "My rating is {} out of 10", "Score (0-10): {}", "{}",
+    "Final score of {}. I found 2 errors in it.", '{{"score": {}}}',
+    "1/10 at first, 10/10 for style. Score: {} out of 10",
 ])
 @pytest.mark.parametrize("number", [0, 3, 7.5, 10])
 def test_a_judges_number_is_read_in_any_form_that_judges_write_it(words, number):
