@@ -237,7 +237,7 @@ def _refuse_value(name: str, value: Any, bound: re.Match[str] | None) -> NoRetur
     _, kind, default, sentence = rows.get(name, (name, "dict", {}, "A section."))
     parts, given = kind.split("|"), f"{name}={_shown(value)}"
     if bound is not None:
-        allowed = f"{BOUNDS[bound[1]]} {bound[2].removesuffix('.0')}"
+        allowed = "finite" if "e+300" in bound[2] else f"{BOUNDS[bound[1]]} {bound[2].removesuffix('.0')}"
     elif kind.startswith("list"):
         allowed = f"a list, e.g. {name}=[a,b]"
     elif kind.startswith("dict"):

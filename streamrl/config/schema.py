@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from streamrl.config import Count, NonNegative, Positive, PositiveInt, Share
+from streamrl.config import LARGEST, Cap, Count, NonNegative, Number, Positive, PositiveInt, Seconds, Share
 from streamrl.config.schema_algorithm import *
 from streamrl.config.schema_system import *
 from streamrl.config.schema_task import *
@@ -45,7 +45,7 @@ class RunConfig:
     """Where run directories are made."""
     dir: str | None = None
     """The run directory itself, when it should not be chosen by name and number."""
-    seed: int = 42
+    seed: Count = 42
     """One seed for everything: data order, per-lease sampling seeds, initialization."""
     device: str = "auto"
     """Device of the learner: auto, cpu, cuda."""
@@ -54,10 +54,10 @@ class RunConfig:
     profile_steps: list[int] = field(default_factory=list)
     """Steps whose operations and stages each learner rank records by torch.profiler, e.g. [5,6]: a trace of each in
     profile/ of the run directory, for Perfetto or chrome://tracing."""
-    memory_interval_s: Positive | None = None
+    memory_interval_s: Seconds | None = None
     """Sample the memory of each learner rank every so many seconds: profile/memory-rank-0.json in the run directory has
     smallest, largest, mean and standard deviation. Null is off."""
-    shutdown_s: Positive = 10.0
+    shutdown_s: Seconds = 10.0
     """How long an orderly stop may take before force is used; a step and its checkpoint may take longer."""
 
 
@@ -87,9 +87,9 @@ class SamplingConfig:
 class SplitConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How tokens are drawn."""
-    member_temperatures: list[float] = field(default_factory=list)
+    member_temperatures: list[Number] = field(default_factory=list)
     """Temperatures of the members of a group in turn, in place of that of the sampling: [0.6,0.8,1.0,1.2]."""
-    member_top_p: list[float] = field(default_factory=list)
+    member_top_p: list[Number] = field(default_factory=list)
     """The same of top_p; each member is trained under the distribution that it was drawn from."""
     final_temperature: Positive | None = None
     """The temperature goes linearly to this, over the groups of `rollout.train.num_annealing_steps` batches."""
@@ -149,7 +149,7 @@ class EvalConfig:
     """Held-out prompts of one evaluation; 0 turns it off, but for sets with a num_samples of their own."""
     num_responses: Annotated[int, Meta(ge=1, le=256)] = 1
     """Answers of each prompt; with more than one, pass@k is logged beside the mean, and they must be sampled."""
-    solved_score: float = 1.0
+    solved_score: Number = 1.0
     """The least score of an answer that counts as right for pass@k."""
     directory: str | None = None
     """A folder that gets a file of each evaluation, SET_step_N.jsonl, with the transcripts of `samples.num_per_eval`
@@ -158,7 +158,7 @@ class EvalConfig:
     """More evaluation sets by name: a file, or a mapping of path, data, env, reward, sampling, num_samples ..."""
     pin: bool = True
     """Answer every prompt of an evaluation with one version: actors that take part install the next one afterwards."""
-    pin_s: Positive = 1800.0
+    pin_s: Seconds = 1800.0
     """Longest time for which an evaluation may delay an install; then it ends with the answers that are there."""
 
 
@@ -168,19 +168,19 @@ class OptimizerConfig:
     """adamw, sgd, muon (its vectors, embeddings and head by adamw), adam8bit, or your own `package.module:function`."""
     lr: Positive = 1e-6
     """Peak learning rate."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Decay of Adam's first moment."""
-    beta2: float = 0.95
+    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
     """Decay of Adam's second moment."""
-    eps: float = 1e-8
+    eps: Annotated[float, Meta(ge=1e-38, lt=LARGEST)] = 1e-8
     """Adam's epsilon."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """Weight decay of matrices: decoupled, except with sgd."""
     offload: bool = False
     """Keep the moments in host memory between steps: a GPU holds those of some parameters at a time."""
     options: dict[str, Any] = field(default_factory=dict)
     """The optimizer's own constants: momentum and nesterov of sgd and muon, ns_steps of muon."""
-    max_grad_norm: Positive = 1.0
+    max_grad_norm: Cap = 1.0
     """Clip the global gradient norm to this."""
 
 
@@ -195,7 +195,7 @@ class ScheduleConfig:
     """The same in steps, in place of the share."""
     decay_ratio: Share = 0.1
     """Share of the steps, at the end, over which warmup_stable_decay falls."""
-    min_lr: float = 0.0
+    min_lr: Number = 0.0
     """What the rate falls to."""
     options: dict[str, Any] = field(default_factory=dict)
     """The schedule's own constants: num_cycles (cosine), power (polynomial), timescale (inverse_sqrt), decay_type
@@ -217,7 +217,7 @@ class CriticConfig:
     """Steps at the start of a run in which only the critic learns; the policy's learning-rate schedule begins after."""
     frozen: list[str] = field(default_factory=list)
     """Parameters of a critic.kind=model that stay as they are, by name or part of one, for example [self_attn]."""
-    clip: float | None = None
+    clip: Cap | None = None
     """Bound on how far a value may move within one update's loss, from the second of its steps on; null is off."""
     loss_factor: Positive = 0.5
     """Factor of the squared error in the critic's loss, which its gradient clip sees; RL2 has 1."""
@@ -241,17 +241,17 @@ class SchedulerConfig(ScheduleConfig):
 class TinyModelConfig:
     enabled: bool = False
     """Make a small random model with a character tokenizer for the task, instead of loading `policy.model_path`."""
-    hidden_size: int = 64
+    hidden_size: PositiveInt = 64
     """Width of the tiny model."""
-    num_layers: int = 2
+    num_layers: PositiveInt = 2
     """Depth of the tiny model."""
-    num_heads: int = 4
+    num_heads: PositiveInt = 4
     """Attention heads of the tiny model."""
-    num_warm_start_steps: int = 300
+    num_warm_start_steps: Count = 300
     """Most supervised steps on the task's own answers before the run; 0 starts from random weights."""
-    warm_start_until: float = 0.3
+    warm_start_until: Number = 0.3
     """Share of exact greedy answers after the warm start: the model is trained well first, then on injected errors."""
-    warm_start_lr: float = 4e-3
+    warm_start_lr: Positive = 4e-3
     """Learning rate of these steps."""
     cache_dir: str = "models"
     """Where tiny models are kept; a second run with the same settings takes the first one's."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from streamrl.config import Count, NonNegative, Positive, PositiveInt, Share
+from streamrl.config import Cap, Count, NonNegative, Number, Positive, PositiveInt, Share
 
 AdaptiveRule = StrEnum("AdaptiveRule", ["ess", "goodput", "fixed"])
 ConstraintMethod = StrEnum("ConstraintMethod", ["lagrangian", "pid", "penalty"])
@@ -28,13 +28,13 @@ VetoStat = StrEnum("VetoStat", ["any", "mean"])
 class FilterConfig:
     zero_std: bool = False
     """Drop groups whose rewards, before the overlong penalty, are all equal; others are drawn in their place."""
-    min_std: float = 1e-6
+    min_std: Positive = 1e-6
     """Rewards that spread less than this count as equal under `filter.zero_std`."""
     refill: bool = True
     """Generate others in the place of dropped groups; `false` keeps those in the batch, out of the loss."""
     truncated: bool = False
     """Leave trajectories that hit the length limit out of the loss; they still count in their group's baseline."""
-    accuracy_range: list[float] | None = None
+    accuracy_range: list[Number] | None = None
     """[low, high]: drop groups whose mean score is not strictly between; a score is summed over turns; null is off."""
 
 
@@ -72,7 +72,7 @@ class OverlongConfig:
     that, at most 1024."""
     max_tokens: PositiveInt | None = None
     """Length from which the whole penalty applies; null is the most new tokens that a trajectory may have."""
-    scale: float | None = None
+    scale: NonNegative | None = None
     """Size of the penalty at the limit; null is `reward.correct`, what a right answer earns."""
     zero_when_truncated: bool = False
     """An answer that a limit of tokens or turns cut is trained on with the reward 0, whatever the task paid."""
@@ -83,21 +83,21 @@ class ObjectivesConfig:
     combine: str = "reward"
     """What is trained on: the task's reward, or its named scores as weighted_sum, tchebycheff, gdpo, or a weighted sum
     with a bonus in the group for not being dominated (pareto) or for volume that only it covers (hypervolume)."""
-    components: dict[str, float] = field(default_factory=dict)
+    components: dict[str, Number] = field(default_factory=dict)
     """Name of a score -> weight; a negative weight makes smaller better. Two or more also keep a Pareto archive."""
-    ideal: dict[str, float] = field(default_factory=dict)
+    ideal: dict[str, Number] = field(default_factory=dict)
     """The point that tchebycheff aims at; what is not given is the best seen in the run."""
-    reference_point: dict[str, float] = field(default_factory=dict)
+    reference_point: dict[str, Number] = field(default_factory=dict)
     """Reference point of the hypervolume; empty is, for combine=hypervolume, the worst seen in the run
     less a tenth of the range."""
     scale_by_range: bool = False
     """Divide each component of tchebycheff by its range in the run so far, so that weights alone say what counts."""
-    bonus: float = 0.1
+    bonus: NonNegative = 0.1
     """Weight of the group bonus of pareto and hypervolume."""
     divide_by_std: bool = False
     """Divide the rewards of a batch by their standard deviation before any baseline or value is subtracted; their mean
     is not shifted. It suits critics, whose advantages `advantage.scale` does not reach."""
-    archive_size: int = 100
+    archive_size: PositiveInt = 100
     """Most evaluations in pareto.json."""
 
 
@@ -118,7 +118,7 @@ class StalenessConfig:
     and drop beyond a hard bound. `wait` lets no group get that old: batches are cut strictly in order."""
     hard_max_lag: int | None = None
     """Under mode=reweight: the lag at which a group is refused after all; null derives it as for max_lag."""
-    decay: float = 0.5
+    decay: Number = 0.5
     """Under mode=reweight: factor on a token's loss for each step of its lag beyond max_lag."""
     on_stale: OnStale = OnStale.reissue
     """A group that is refused for its lag is generated again, or dropped."""
@@ -147,13 +147,13 @@ class AdvantageConfig:
     """Apply gamma at every `token`, or once at the end of every `turn`."""
     lam: Share = 1.0
     """Trace decay."""
-    rho_bar: float = 1.0
+    rho_bar: Cap = 1.0
     """Cap of the ratio in the last step's error (V-trace)."""
     rho_bar_ess_target: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Choose rho_bar every step: the largest cap up to 10 whose clipped-sequence ESS reaches this; null is off."""
-    c_bar: Positive = 1.0
+    c_bar: Cap = 1.0
     """Cap of the ratio in the trace (V-trace)."""
-    rho_bar_pg: float | None = None
+    rho_bar_pg: Cap | None = None
     """Cap of the token's own ratio inside the estimator (published IMPALA form); null leaves it to the surrogate."""
     segment: Segment = Segment.turn
     """Segments of `vtrace_segments`: whole turns, or blocks of `advantage.segment_tokens`."""
@@ -162,7 +162,7 @@ class AdvantageConfig:
     bootstrap_truncated: bool = True
     """The critic's value of the end stands for what an answer that was cut by a limit could not earn any more,
     unless the environment had judged it; `false` ends there with 0."""
-    weight_cap: Positive = 2.0
+    weight_cap: Cap = 2.0
     """Cap of the sequence ratios that weigh siblings in `weighted_leave_one_out` and `opob`."""
     min_ess: NonNegative = 2.0
     """With fewer effective siblings `weighted_leave_one_out` is a plain leave-one-out."""
@@ -176,13 +176,13 @@ class LossConfig:
     """Trust region: a key of `streamrl.algorithms.SURROGATES`, or your own as package.module:function."""
     clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
     """Lower clip distance of the ratio from 1."""
-    clip_high: NonNegative = 0.28
+    clip_high: Annotated[float, Meta(ge=0)] = 0.28
     """Upper clip distance of the ratio from 1."""
     clip_decay: Share | None = None
     """Part of both clip distances that is left at `trainer.num_steps`; they shrink linearly. Null keeps them."""
-    dual_clip: float | None = 3.0
+    dual_clip: Cap | None = 3.0
     """Cap of the loss of negative advantages, in units of the advantage; null is off."""
-    cap: Positive | None = None
+    cap: Cap | None = None
     """Cap of the importance weight in surrogates that truncate it (tis, cispo, seq_tis ...); null is their own."""
     options: dict[str, Any] = field(default_factory=dict)
     """The surrogate's own constants by name, e.g. {budget: 0.04} of m2po, {ratio_cap: 4} of ppo_clip."""
@@ -199,9 +199,9 @@ class LossConfig:
     """`over_budget` masks them only while the drift at the mean lag exceeds its target."""
     zscore_bound: Positive | None = None
     """Drop harmful tokens whose log-ratio is this many standard deviations of their lag's drift; null is off."""
-    veto_low: float | None = 1e-4
+    veto_low: NonNegative | None = 1e-4
     """Drop a trajectory if one of its token ratios is below this; null is off."""
-    veto_high: float | None = 100.0
+    veto_high: Cap | None = 100.0
     """Drop a trajectory if one of its token ratios is above this; null is off."""
     veto_stat: VetoStat = VetoStat.any
     """Compare `any` single ratio of the trajectory with the bounds, or their `mean`."""
@@ -237,7 +237,7 @@ class KlConfig:
     (k2_is, k1_is, k3_is, k2, k3, k1+, k3+)."""
     coef: NonNegative | None = None
     """Weight of the KL term, where a controller starts; null is 0.001 if constant, else 0.2."""
-    cap: Positive = 2.0
+    cap: Cap = 2.0
     """Cap of the KL term's own importance weight (k2_is, constraint.kl_limit; advantage, teacher without a ratio)."""
     allow_biased: bool = False
     """Permit k3, and on stale data k2, k1+ and k3+, whose gradient is not that of the reverse KL."""
@@ -299,9 +299,9 @@ class EntropyConfig:
     """What moves to hold the target: `coef` moves loss.entropy_coef, `clip_high` moves loss.clip_high, none nothing."""
     step: Positive = 0.005
     """How far it moves per optimizer step."""
-    low: float | None = None
+    low: Number | None = None
     """Lowest value it may take; null is 0 for the bonus and 0.2 for the clip."""
-    high: float | None = None
+    high: Number | None = None
     """Highest value it may take; null is 1 for the bonus and 0.5 for the clip."""
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from streamrl.config import Count, NonNegative, Positive, PositiveInt, Share
+from streamrl.config import Count, NonNegative, Positive, PositiveInt, Seconds, SecondsOrZero, Share
 
 Attention = StrEnum(
     "Attention", ["auto", "sdpa", "eager", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"]
@@ -87,14 +87,14 @@ class LearnerConfig:
     gradient_cosine: bool = False
     """Measure how far each step's gradient points along that of the step before (`policy/grad_cosine`), which old data
     align; keeps a copy of the gradient, 4 bytes a trained parameter on the rank that holds it."""
-    rank_timeout_s: Positive = 600.0
+    rank_timeout_s: Seconds = 600.0
     """Longest wait of a rank for the others before the process group gives up."""
-    rank_silent_s: NonNegative = 20.0
+    rank_silent_s: SecondsOrZero = 20.0
     """With several ranks: one that has sent no heartbeat for this long (stopped, swapped out, cut off) ends the
     process group, by name; a killed one ends it at once. 0 waits for `learner.rank_timeout_s`."""
-    stall_report_s: Positive = 30.0
+    stall_report_s: Seconds = 30.0
     """With no batch for this long, report what the run waits for; repeated at this interval."""
-    stall_fail_s: NonNegative = 600.0
+    stall_fail_s: SecondsOrZero = 600.0
     """Actors are connected but no batch comes for this long, or for half a second per token of the longest answer if
     that is more: exit with the reason; 0 never."""
     gpu_memory_share: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -156,7 +156,7 @@ class ActorsConfig:
     allow: list[str] = field(default_factory=list)
     """Code, secrets and addresses that a hub, or a run or bundle of somebody else, may name: package.module:attribute,
     file, environment variable, URL."""
-    give_up_after_s: NonNegative = 0.0
+    give_up_after_s: SecondsOrZero = 0.0
     """Exit after this long without a hub; 0 retries without limit."""
     transports: list[str] = field(default_factory=lambda: ["auto"])
     """Weight transports this actor may use, best first; your own as package.module:attribute. auto is as in
@@ -181,15 +181,15 @@ class HubConfig:
     advertise: str | None = None
     """Host name or address that actors should use for the weight socket, or the network interface that has it, such as
     eth0; null is the bind address."""
-    heartbeat_s: Positive = 1.0
+    heartbeat_s: Seconds = 1.0
     """Interval of the heartbeats of both sides."""
-    dead_after_s: float = 5.0
+    dead_after_s: Seconds = 5.0
     """An actor without a message for this long loses its leases to others."""
-    lease_ttl_s: Positive = 600.0
+    lease_ttl_s: Seconds = 600.0
     """A lease without progress for this long goes to another actor."""
     num_max_attempts: PositiveInt = 3
     """A group that failed this often is dropped."""
-    group_deadline_s: NonNegative = 0.0
+    group_deadline_s: SecondsOrZero = 0.0
     """Incomplete groups older than this follow `rollout.group_policy`; 0 never."""
 
 
@@ -210,9 +210,9 @@ class PublishConfig:
     """Weight transports on offer, best first: ipc (inside one GPU) and nccl (broadcast to GPUs) need a GPU here, shm
     reaches this machine, zmq every actor; your own as package.module:attribute. An actor takes the first one that it
     may use and that works for it. auto is shm and zmq, and before them, for the native engine on GPUs, ipc or nccl."""
-    nccl_init_deadline_s: Positive = 20.0
+    nccl_init_deadline_s: Seconds = 20.0
     """Time for all members to build a communicator; a member that is late is left out and pulls."""
-    nccl_bucket_deadline_s: Positive = 10.0
+    nccl_bucket_deadline_s: Seconds = 10.0
     """Time for one bucket to reach every member by broadcast or IPC buffer; after it the broadcast is aborted."""
     dtype: WireDtype = WireDtype.auto
     """Type in which weights are sent; auto is float32 on a CPU and bfloat16 on a GPU. Buffers keep their own."""
@@ -258,7 +258,7 @@ class CheckpointConfig:
     run directory links to them. null keeps them in the run directory."""
     num_keep: PositiveInt = 2
     """Checkpoints that are kept."""
-    grace_s: NonNegative = 300.0
+    grace_s: SecondsOrZero = 300.0
     """Seconds for which checkpoints may fail, as on a full disk, before the run ends; tried again after 1, 2, 4 ..."""
     export_hf: bool = True
     """When the steps are done, also write the policy as an ordinary Hugging Face checkpoint, in model/ of the run

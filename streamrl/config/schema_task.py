@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from streamrl.config import Positive, PositiveInt
+from streamrl.config import NonNegative, Number, Positive, PositiveInt, Seconds
 
 History = StrEnum("History", ["auto", "append"])
 OnBadRecord = StrEnum("OnBadRecord", ["error", "skip"])
@@ -22,7 +22,7 @@ ToolRole = StrEnum("ToolRole", ["tool", "user"])
 class DataConfig:
     path: Any = None
     """Your records: a .jsonl .json .csv .parquet .arrow file, a folder or a hub name, `split@` first; or a list."""
-    weights: list[float] | None = None
+    weights: list[Number] | None = None
     """Shares of several paths in a pass, one number each; null takes every record once."""
     num_samples: PositiveInt | None = None
     """Most records of each path, the first ones; null takes all."""
@@ -65,15 +65,15 @@ class ToolUseConfig:
     """Most calls of an episode; then the model is asked for its final answer."""
     max_output_chars: PositiveInt = 2000
     """Longer answers of a tool are cut."""
-    call_reward: float = 0.0
+    call_reward: Number = 0.0
     """Reward of a turn for each call in it that works; the score remains the task's."""
-    error_penalty: float = 0.0
+    error_penalty: NonNegative = 0.0
     """Loss of a turn for each call in it that fails."""
     role: ToolRole = ToolRole.tool
     """Role of a tool's answer in the conversation; `user` for a chat template that knows no tools."""
     describe: bool = True
     """Tell the model of its tools, by its chat template or in the system message."""
-    timeout_s: Positive = 10.0
+    timeout_s: Seconds = 10.0
     """Longest time of one program of the python tool."""
     sandbox: Sandbox = Sandbox.auto
     """Of the python tool: `isolated` programs have no network and no files, `limited` ones only limits."""
@@ -110,7 +110,7 @@ class EnvConfig:
     history: History = History.auto
     """Earlier turns that a chat template rewrites, as without their thinking: `auto` follows it, with several sequences
     in a trajectory; `append` keeps the turns as they were sampled."""
-    step_timeout_s: Positive = 30.0
+    step_timeout_s: Seconds = 30.0
     """Longest time that one reset or step of an environment may take."""
     num_threads: PositiveInt | None = None
     """Threads in which plain (not async) environments run; null is 4, and up to 64 while their calls mostly wait."""
@@ -119,15 +119,15 @@ class EnvConfig:
     `close()` has returned. Null is no limit."""
     on_error: OnEnvError = OnEnvError.drop
     """An environment that raises or hangs: `drop` aborts the trajectory, `floor` gives it `env.reward_floor`."""
-    reward_floor: float = 0.0
+    reward_floor: Number = 0.0
     """The reward of the whole trajectory of a failed environment under `env.on_error=floor`."""
 
 
 @dataclass
 class CodeRewardConfig:
-    case_timeout_s: Positive = 10.0
+    case_timeout_s: Seconds = 10.0
     """Longest time of one test case."""
-    total_timeout_s: Positive = 600.0
+    total_timeout_s: Seconds = 600.0
     """Longest time of all test cases of a program together."""
     memory_mb: PositiveInt = 1024
     """Memory of a program and all that it starts, together."""
@@ -147,7 +147,7 @@ class ServiceConfig:
     """Where to send requests."""
     model: str = ""
     """The model's name, as the service knows it."""
-    timeout_s: Positive = 30.0
+    timeout_s: Seconds = 30.0
     """Longest time of one request; a request that fails is sent three times at most."""
     max_concurrent: PositiveInt = 64
     """Requests of one actor at once; the others wait."""
@@ -180,13 +180,13 @@ class ModelRewardConfig(ServiceConfig):
 class RewardConfig:
     type: str | None = None
     """How answers to records of `data.path` are scored: exact, math, boxed, code, judge, ... (docs/rewards.md)."""
-    weights: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, Number] = field(default_factory=dict)
     """Several rewards with weights instead of one type, e.g. `reward.weights={math: 1.0, repetition: 0.2}`."""
     correct: Positive = 1.0
     """Reward of a right answer in the right form."""
     format_tags: list[str] = field(default_factory=list)
     """Tags that a completion must hold once each, in this order, the last one at its end; empty is the reward's own."""
-    timeout_s: Positive = 5.0
+    timeout_s: Seconds = 5.0
     """Longest time of one comparison of mathematical answers; a longer one counts as wrong."""
     num_workers: PositiveInt | None = None
     """Processes of each actor that compare answers or run programs; null is one for each core, at most 8."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -22,6 +24,41 @@ QUICK = "experiment=quickstart"
 
 def test_every_setting_has_a_sentence():
     assert [name for name, _, _, sentence in settings() if not sentence] == []
+
+
+def test_no_number_is_nan_and_no_time_is_infinite():
+    """NaN passes every comparison that asks whether it is too small, and a run would be of NaN, not refused."""
+    plain, taken = to_plain(load_config([QUICK])), []
+    for name, kind, *_ in (one for one in settings() if "float" in one[1]):
+        for number in (math.nan, math.inf) if name.endswith("_s") else (math.nan,):
+            values = copy.deepcopy(plain)
+            *sections, last = name.split(".")
+            section = values
+            for part in sections:
+                section = section[part]
+            section[last] = [number] * 2 if kind.startswith("list") else {"a": number} if "dict" in kind else number
+            try:
+                from_plain(values)
+                taken.append((name, kind, number))
+            except ConfigError as error:
+                assert name in str(error), f"{name}={number} is refused without its name: {error}"
+    assert taken == []
+
+
+@pytest.mark.parametrize(("word", "bound"), [
+    ("env.reward_floor=nan", "must be finite"), ("env.reward_floor=-inf", "must be finite"),
+    ("env.step_timeout_s=1e9", "must be at most 2000000"), ("run.seed=-1", "must be at least 0"),
+    ("policy.tiny.num_heads=0", "must be at least 1"), ("policy.optimizer.eps=0", "must be at least 1e-38"),
+    ("policy.optimizer.beta2=1", "must be less than 1"), ("advantage.rho_bar=nan", "must be greater than 0"),
+])
+def test_a_number_that_no_run_can_use_is_refused_with_its_bound(word, bound):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(word.partition('=')[0])}=\S+ {bound}\b"):
+        load_config([QUICK, word])
+
+
+def test_infinity_turns_a_cap_off():
+    config = load_config([QUICK, "policy.optimizer.max_grad_norm=inf", "advantage.rho_bar=inf", "loss.clip_high=inf"])
+    assert (config.policy.optimizer.max_grad_norm, config.advantage.rho_bar, config.loss.clip_high) == (math.inf,) * 3
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("experiment/*.yaml")), ids=lambda path: path.stem)
