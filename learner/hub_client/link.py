@@ -48,6 +48,8 @@ HUB_SILENT_S, STOPPING_SILENT_S = 30.0, 5.0
 
 SCORED = "num_eval_groups"
 """The hub's counter of scored answers of evaluations."""
+COMPLETED, NOT_KEPT = "num_groups_completed", ("num_groups_filtered", "num_groups_stale")
+"""The hub's counters of groups for training that arrived, and of those among them that no batch will have."""
 
 
 class HubLink:
@@ -69,7 +71,8 @@ class HubLink:
         self.status = HubStatus(version, {}, ())
         self.evals: list[EvalResult] = []
         self._asked: set[int] = set()  # evaluations without a result
-        self._eval_moved_at = -math.inf  # when an evaluation's answer was last scored; actors may do nothing else
+        self._moved_at = -math.inf  # when a group was last kept, or an answer of an evaluation scored
+        self._most_kept = 0.0  # groups at a time, since this batch was asked for
         self.halted: str | None = None
         self.on_idle: Callable[[], None] = lambda: None
         """Called at every turn of a wait, in the waiting thread; it may send."""
@@ -107,7 +110,7 @@ class HubLink:
         """
         rank = self._ready.rank
         self._send(BatchRequest(rank, version))
-        self._reported_at = self._clock()
+        self._reported_at, self._most_kept = self._clock(), _num_kept(self.status)
         told_to_stop = False
         while True:
             if self._stop_requested() and not told_to_stop:
@@ -176,12 +179,12 @@ class HubLink:
     def _check_stall(self, what: str, waited_s: float, num_actors: int, detail: str) -> None:
         """Report a long wait now and then; fail once it is too long although actors could end it.
 
-        Actors that answer an evaluation are not stalled: the time to failure counts from its last scored answer.
+        Actors whose groups are kept, or that answer an evaluation, are not stalled, however long a batch takes them.
         """
         if self._clock() - self._reported_at > self._stall_report_s:
             self._reported_at = self._clock()
             log.warning("%s for %.0f s with %d actors connected: %s", what, waited_s, num_actors, detail)
-        idle_s = min(waited_s, self._clock() - self._eval_moved_at)
+        idle_s = min(waited_s, self._clock() - self._moved_at)
         if self._stall_fail_s and num_actors and idle_s > self._stall_fail_s:
             raise StreamrlError(
                 f"{what} for {waited_s:.0f} s although {num_actors} actors are connected "
@@ -221,18 +224,25 @@ class HubLink:
         message = self._decoder.decode(self._socket.recv())
         self._heard_at = self._clock()
         if isinstance(message, HubStatus):
-            if message.counters.get(SCORED, 0.0) != self.status.counters.get(SCORED, 0.0):
-                self._eval_moved_at = self._heard_at
-            self.status = message
+            kept = _num_kept(message)
+            if kept > self._most_kept or message.counters.get(SCORED, 0.0) != self.status.counters.get(SCORED, 0.0):
+                self._moved_at = self._heard_at
+            self._most_kept, self.status = max(self._most_kept, kept), message
         elif isinstance(message, BatchShare) and message.stats:  # counters as of this cut: newer than the status
             self.status = msgspec.structs.replace(self.status, counters=message.stats)
         elif isinstance(message, EndGroup):
             raise StreamrlError(message.cause)
         elif isinstance(message, EvalResult):
-            self._eval_moved_at = self._heard_at
+            self._moved_at = self._heard_at
             self.evals.append(message)
             self._asked.discard(message.eval_id)
         return message
 
     def _send(self, message: Message) -> None:
         self._socket.send(encode(message))
+
+
+def _num_kept(status: HubStatus) -> float:
+    """Groups for training so far that were, or may still be, in a batch."""
+    counters = status.counters
+    return counters.get(COMPLETED, 0.0) - sum(counters.get(name, 0.0) for name in NOT_KEPT)

@@ -95,8 +95,8 @@ class LearnerConfig:
     stall_report_s: Seconds = 30.0
     """With no batch for this long, report what the run waits for; repeated at this interval."""
     stall_fail_s: SecondsOrZero = 600.0
-    """Actors are connected but no batch comes for this long, or for half a second per token of the longest answer if
-    that is more: exit with the reason; 0 never."""
+    """Actors are connected but no group that is kept comes for this long, or for half a second per token of the longest
+    answer if that is more: exit with the reason; 0 never."""
     gpu_memory_share: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Part of its GPU's memory that a learner rank may take, moments first; null is all of it, or what
     `streamrl launch` sets where actors share the GPU (half)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -372,6 +373,30 @@ def test_actors_that_answer_an_evaluation_do_not_stall_the_run(scripted_hub):
     hub.link.evaluate(0, 0, 9)
     hub.send(scored(3), BatchPending(0, "an actor takes 4 more", 120.0, 2), StopRequest("enough"))
     assert hub.link.next_batch(0) is None
+
+
+def arrived(num: int, *, filtered: int = 0, stale: int = 0) -> HubStatus:
+    counters = {"num_groups_completed": num, "num_groups_filtered": filtered, "num_groups_stale": stale}
+    return HubStatus(0, {name: float(value) for name, value in counters.items()}, (("a1", "READY", 0.0, 0.0),))
+
+
+@pytest.mark.parametrize(("then", "stalled"), [
+    ([arrived(8)], False), ([arrived(9, filtered=1)], False),
+    ([arrived(7)], True), ([arrived(9, filtered=2)], True), ([arrived(8, stale=1)], True),
+    ([arrived(7, stale=1), arrived(8, stale=1), arrived(8, stale=2)], True),  # the same group again and again
+])
+def test_a_batch_may_take_longer_than_one_stall_while_groups_are_kept(scripted_hub, then, stalled):
+    """Of thousands of groups, as at a large forced lag, or with an engine that is slow."""
+    hub, waits = scripted_hub("learner.stall_fail_s=100"), BatchPending(0, "7 of 4112 groups have arrived", 120.0, 2)
+    hub.send(arrived(7))
+    hub.link.wait_until_up()
+    hub.link._moved_at = -math.inf  # long ago
+    hub.send(*then, waits, StopRequest("enough"))
+    if stalled:
+        with pytest.raises(StreamrlError, match=r"no batch for 120 s .* 7 of 4112 groups"):
+            hub.link.next_batch(0)
+    else:
+        assert hub.link.next_batch(0) is None
 
 
 def test_several_evaluations_may_take_longer_than_one_stall(scripted_hub, monkeypatch):
