@@ -124,7 +124,7 @@ class Renderer:
         return self.encode(text[len(end) :]) if end and text.startswith(end) else ids
 
     def may_follow(self, text: str, *, last_token: int) -> bool:
-        """Whether this part of a rendered conversation can stand after the end of the model's turn as it sampled it.
+        """Tell whether this part of a rendered conversation can stand after the end of the model's turn as sampled.
 
         Where the template writes a special token after every turn, more of the same message has none before it.
         """

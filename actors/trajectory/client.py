@@ -35,7 +35,7 @@ class _Text:
 
 
 GoesOn = Callable[[str, int], bool]
-"""Whether a text can stand after a token that the model sampled."""
+"""Tells whether a text can stand after a token that the model sampled."""
 
 
 @dataclass(frozen=True, slots=True)

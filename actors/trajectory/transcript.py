@@ -77,7 +77,7 @@ class Transcript:
         return self.num_tokens + len(read) - (0 if present is None else len(present.ids))
 
     def has_room(self, calls: Sequence[tuple[Sequence[int], str, int]], max_tokens: int) -> bool:
-        """Whether calls that read these ids, for an agent, and say up to so many may all end, in any order.
+        """Tell whether calls that read these ids, for an agent, and say up to so many may all end, in any order.
 
         Where several begin with all of a sequence, one alone goes on with it.
         """

@@ -175,7 +175,7 @@ def _from_parameters(name: str, text: str, at: int, takes: Mapping[str, Any]) ->
 
 
 def _takes_text(told: Any) -> bool:
-    """Whether a text is one of the values that this schema of an argument takes; yes, if it does not say."""
+    """Tell whether a text is one of the values that this schema of an argument takes; yes, if it does not say."""
     if not isinstance(told, Mapping):
         return True
     if isinstance(kinds := told.get("type"), str | list):

@@ -33,7 +33,7 @@ from streamrl.errors import CheckpointError
 log = logging.getLogger("streamrl.checkpoint")
 _ADAM, _MOMENTUM = {"exp_avg", "exp_avg_sq", "step"}, {"momentum_buffer"}
 _STATES = {torch.optim.AdamW: _ADAM, torch.optim.SGD: _MOMENTUM, torch.optim.Muon: _MOMENTUM}
-"""What an optimizer of torch keeps for a weight: given another's, it fails in its first step, or reads codes."""
+"""States that an optimizer of torch keeps for a weight: given another's, it fails in its first step, or reads codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ def _owners(optimizer: torch.optim.Optimizer) -> dict[Tensor, torch.optim.Optimi
 
 
 def _takes(optimizer: torch.optim.Optimizer, names: set[str]) -> bool:
-    """Whether states of these names are its own; of a user's optimizer, which may tell by `takes`, all are."""
+    """Tell whether states of these names are its own; of a user's optimizer, which may tell by `takes`, all are."""
     takes = getattr(optimizer, "takes", None)
     return takes(names) if takes is not None else names == _STATES.get(type(optimizer), names)
 

@@ -38,7 +38,7 @@ class Evaluations:
         return self._every_steps > 0 and step % self._every_steps == 0
 
     def lost(self, run_dir: Path, step: int, *, steps_per_batch: int) -> bool:
-        """Whether the newest one that was due up to this step left no result of some set: its learner ended before.
+        """Tell whether the newest one due up to this step left no result of some set, as a learner that ended may.
 
         A later version may have answered it.
         """

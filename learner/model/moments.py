@@ -56,7 +56,7 @@ class AdamW8bit(Optimizer):
 
     @staticmethod
     def takes(names: set[str]) -> bool:
-        """Whether states of these names in a checkpoint are its moments, in whichever form."""
+        """Tell whether states of these names in a checkpoint are its moments, in whichever form."""
         return "exp_avg" in names
 
     @torch.no_grad()

@@ -143,5 +143,5 @@ def _folder(name: str, setting: str, notify: Callable[[str], None]) -> str:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether it holds a configuration and weights."""
+    """Tell whether a folder holds a configuration and weights."""
     return (folder / "config.json").exists() and any(any(folder.glob(one)) for one in ("*.safetensors", PICKLED))

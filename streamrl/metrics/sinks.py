@@ -22,7 +22,7 @@ from streamrl.metrics.text import compact, time_left
 log = logging.getLogger(__name__)
 
 LARGEST = 1e300
-"""What is not less, NaN included, is no value of a metric: sums of it are infinite."""
+"""A metric's values are less, and never NaN: sums of larger ones are infinite."""
 Row = Mapping[str, Any]
 """The result of `Meter.flush`: numbers, and histograms as dict of bin to count."""
 
@@ -163,7 +163,7 @@ def parse_row(line: str | bytes) -> dict[str, Any]:
 
 @cache
 def _has_bins(key: str) -> bool | None:
-    """Whether a metric is a histogram; None for one of another release."""
+    """Tell whether a metric is a histogram; None for one of another release."""
     with suppress(KeyError):
         return lookup(key).reduction in (Reduction.histogram, Reduction.mean_by_bin)
     return None

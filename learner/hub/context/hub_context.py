@@ -87,7 +87,7 @@ class HubContext:
     """All observers, those above included; each is told of every event of every actor."""
     rank_watch: RankWatch = field(init=False)
     clock: AwakeClock = field(default_factory=AwakeClock)
-    """Of everything that waits in this hub."""
+    """Clock of everything that waits in this hub."""
     told: LogLimit = field(default_factory=lambda: LogLimit(log, burst=1, interval_s=30.0))
     _told_records: LogLimit = field(default_factory=lambda: LogLimit(log))
     _any_passed_over: bool = False

@@ -285,7 +285,7 @@ async def test_a_client_that_hung_up_and_asks_again_gets_the_same_answer():
 
 @pytest.mark.parametrize("num", [2, 5])
 async def test_equal_calls_whose_clients_hung_up_get_an_answer_each_and_end_with_their_session(num):
-    """As n samples of one prompt that all ran into their client's time limit."""
+    """Like n samples of one prompt that all ran into their client's time limit."""
     gate = asyncio.Event()
     engine = await installed_engine(replies(*map(str, range(num + 2))), gate=gate)
 

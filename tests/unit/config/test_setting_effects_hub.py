@@ -386,7 +386,7 @@ def arrived(num: int, *, filtered: int = 0, stale: int = 0) -> HubStatus:
     ([arrived(7, stale=1), arrived(8, stale=1), arrived(8, stale=2)], True),  # the same group again and again
 ])
 def test_a_batch_may_take_longer_than_one_stall_while_groups_are_kept(scripted_hub, then, stalled):
-    """Of thousands of groups, as at a large forced lag, or with an engine that is slow."""
+    """Thousands of groups make a batch at a large forced lag, or an engine is slow."""
     hub, waits = scripted_hub("learner.stall_fail_s=100"), BatchPending(0, "7 of 4112 groups have arrived", 120.0, 2)
     hub.send(arrived(7))
     hub.link.wait_until_up()

@@ -221,7 +221,7 @@ CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arg
 @pytest.mark.parametrize("content", ["I look.", ""])
 @pytest.mark.parametrize("kind", LEAVES_OUT)
 def test_a_template_that_leaves_out_some_calls_refuses_those(tmp_path, kind, content):
-    """As DeepSeek R1's beside a content, and gpt-oss' all but the first."""
+    """Templates do so: DeepSeek R1's beside a content, and gpt-oss' all but the first."""
     form, refused = LEAVES_OUT[kind]
     template = "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}" + form.replace("CALLS", CALLS)
     template += "{% else %}{{ m.content }}{% endif %}{% endfor %}"

@@ -577,7 +577,7 @@ def test_fields_of_pairs_have_the_names_that_the_settings_say():
 def test_an_exported_reward_model_gives_the_scores_that_were_trained_also_where_the_end_is_the_padding(
     tmp_path, pairs, family
 ):
-    """Of OPT the decoder lies deeper, and Gemma 3 has a configuration for it alone; CTRL's classifier is another."""
+    """The decoder of OPT lies deeper, and Gemma 3 has a configuration for it alone; CTRL's classifier is another."""
     model_dir = make_tiny_model(tmp_path / "model", characters="abcdefgh ", hidden_size=32, num_heads=2)
     if family != "llama":
         build_miniature(AutoConfig.for_model(family), seed=1).save_pretrained(model_dir)

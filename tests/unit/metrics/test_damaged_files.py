@@ -153,7 +153,7 @@ STATUS = {"state": "running", "max_lag": 4, "notices": ["x"], "version": 2, "tot
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "config.json", "run.json", "status.json"])
 def test_a_field_of_a_strangers_run_may_hold_anything(make_run, tmp_path, name, caplog):
-    """Its report, a comparison with it and the index are written: a field of another type is left out, or shown."""
+    """A report, a comparison and the index are written: a field of another type is left out, or shown."""
     root, other = make_run("odd-001", num_steps=2), make_run("good-001", num_steps=2)
     more = {"eval/version": 1, "eval/score_stderr": 0.1, "eval/num_prompts": 9, "policy/num_skipped_steps": 1,
             "hub/num_episodes_failed": 1, "run/version": 2, "run/wall_s": 1.0, "drift/k3": 0.1, "ratio/max": 1.0}
