@@ -212,7 +212,7 @@ async def run(record, base_url, api_key):
     key = f"x-api-key: {api_key}\\r\\n"
     await hang(base_url, f"{key}Content-Length: 9999\\r\\n", "{")          # the rest never comes
     await hang(base_url, f"{key}Content-Length: {len(json.dumps(body))}\\r\\n", json.dumps(body))  # never read
-    async with httpx.AsyncClient(base_url=base_url, headers={"x-api-key": api_key}) as http:
+    async with httpx.AsyncClient(base_url=base_url, headers={"x-api-key": api_key}, timeout=60) as http:
         (await http.post("/chat/completions", json=body | {"max_tokens": 9})).raise_for_status()
 """
 
