@@ -60,7 +60,7 @@ def rendered(tokenizer: Any, forms: Sequence[Form], tools: Tools = (), **options
     content of a call, that is an empty text. Which of these it reads is seen by calls with marks in their place.
 
     Raises:
-        TaskError: it leaves out a call, whatever it gets, as one beside words. Also what the template raises.
+        TaskError: it leaves out a call in every form, for example one in a message that has text. Also what it raises.
     """
     def text(some: Sequence[Form]) -> str:
         return tokenizer.apply_chat_template(list(some), tools=list(tools) or None, tokenize=False, **options)
@@ -85,8 +85,8 @@ def rendered(tokenizer: Any, forms: Sequence[Form], tools: Tools = (), **options
             return whole
     if left_out is not None:
         raise TaskError(
-            f"message {left_out} has tool_calls, of which the chat template leaves out one (some write none beside a "
-            "content, or only the first): give another with data.chat_template, or one call a message"
+            f"message {left_out} has tool_calls, of which the chat template leaves out one (some write none in a "
+            "message with text, or only the first): give another with data.chat_template, or one call a message"
         )
     assert failure is not None, "texts are written as they are"
     raise failure

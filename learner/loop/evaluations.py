@@ -38,9 +38,9 @@ class Evaluations:
         return self._every_steps > 0 and step % self._every_steps == 0
 
     def lost(self, run_dir: Path, step: int, *, steps_per_batch: int) -> bool:
-        """Tell whether the newest one due up to this step left no result of some set, as a learner that ended may.
+        """Tell whether some set has no result of the newest evaluation that was due up to this step.
 
-        A later version may have answered it.
+        The learner that asked for it may have ended; a later version may have answered it.
         """
         if not self._every_steps:
             return False

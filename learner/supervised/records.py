@@ -175,7 +175,7 @@ class Encoder:
 
 
 def opening_of(tokenizer: Any) -> list[int]:
-    """The special tokens that a tokenizer puts before a text, as the one that begins a sequence."""
+    """The special tokens that a tokenizer puts before a text, such as the one that begins a sequence."""
     bare, whole = (tokenizer("a", add_special_tokens=asked)["input_ids"] for asked in (False, True))
     return whole[: next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)]
 

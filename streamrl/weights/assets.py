@@ -14,7 +14,7 @@ import msgspec
 from streamrl.errors import WeightsError
 
 TEMPLATES = "additional_chat_templates"
-"""The folder of a tokenizer's templates beside its usual one, as that for prompts with tools."""
+"""The folder of a tokenizer's additional templates, such as the one for prompts with tools."""
 ASSET_NAMES = (
     "config.json", "tokenizer*.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja",
     "merges.txt", "vocab.json", "vocab.txt", "added_tokens.json", "tokenizer.model", "spiece.model",

@@ -277,7 +277,7 @@ def test_actors_and_exports_have_the_tokenizer_that_is_set(welcome, hub, tmp_pat
 
 
 def test_all_of_a_tokenizer_goes_where_the_model_goes(tmp_path):
-    """Templates beside the usual one, as that for prompts with tools, and tokens that an old file adds."""
+    """Additional templates, such as the one for prompts with tools, and tokens that an old file adds."""
     model, other = tiny_model(tmp_path / "model"), tiny_model(tmp_path / "other", characters=CHARACTERS[:-1])
     written = load_tokenizer(other)
     written.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}"}

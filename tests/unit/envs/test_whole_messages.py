@@ -210,9 +210,9 @@ def test_a_result_that_repeats_the_arguments_changes_nothing(tmp_path, name, con
 
 
 BESIDE = "{{ m.content if m.content else '' }}{% if not m.content %}CALLS{% endif %}"
-LEAVES_OUT = {  # what a template writes of an assistant's message, and which contents it writes no call beside
-    "beside no content": (BESIDE, ["I look."]),
-    "beside no text": ("{% if m.content is string %}{{ m.content }}{% else %}CALLS{% endif %}", ["I look."]),
+LEAVES_OUT = {  # what a template writes of an assistant's message, and the contents with which it writes no call
+    "none with content": (BESIDE, ["I look."]),
+    "none with text": ("{% if m.content is string %}{{ m.content }}{% else %}CALLS{% endif %}", ["I look."]),
     "only the first": ("{% set c = m.tool_calls[0] %}{{ c.function.name }}{{ c.function.arguments }}", ["I look.", ""]),
 }
 CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
@@ -221,7 +221,7 @@ CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arg
 @pytest.mark.parametrize("content", ["I look.", ""])
 @pytest.mark.parametrize("kind", LEAVES_OUT)
 def test_a_template_that_leaves_out_some_calls_refuses_those(tmp_path, kind, content):
-    """Templates do so: DeepSeek R1's beside a content, and gpt-oss' all but the first."""
+    """Templates do so: DeepSeek R1's in messages with content, gpt-oss' all but the first."""
     form, refused = LEAVES_OUT[kind]
     template = "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}" + form.replace("CALLS", CALLS)
     template += "{% else %}{{ m.content }}{% endif %}{% endfor %}"

@@ -51,7 +51,7 @@ def test_a_function_or_a_method_of_solution_is_called(pool: SandboxPool) -> None
 
 @pytest.mark.parametrize("program", [
     "print(42)\nexit()", "def f():\n    print(42)\n    quit(0)\nf()",
-    "from threading import Thread\nimport time\nThread(target=lambda: time.sleep(0.1) or print(42)).start()",
+    "import threading as t\nt.Thread(target=lambda: t.main_thread().join() or print(42)).start()",
     "import threading as t\nt.Thread(target=t.Event().wait, daemon=True).start()\nprint(42)",
     "import atexit\natexit.register(print, 42)",
     "import atexit, io, sys\nsys.stdout = held = io.StringIO()\n"
