@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from learner.fit.models import PUBLISHED, config_of_model, values_of_model
+from learner.fit.models import PUBLISHED, config_of_model, model_path, values_of_model
 from streamrl.commands import parsed, status_of
 from streamrl.config.overrides import check_names
 
@@ -43,7 +43,7 @@ def main() -> int:
     transformers_logging.disable_progress_bar()
     machine = Machine(given.gpus, given.memory, given.context)
     notify = partial(print, file=sys.stderr, flush=True)
-    planner = Planner(given.model, config_of_model(given.model), given.words, notify)
+    planner = Planner(model_path(given.model), config_of_model(given.model), given.words, notify)
     found = planner.propose(machine)
     print("\n".join(lines(given.model, planner, machine, found)))
     return 0 if found.fits else 1

@@ -43,10 +43,8 @@ def values_of_model(name: str) -> dict[str, Any] | None:
     path = Path(name)
     if path.is_dir():
         check_folder(path, said=name, needs_weights=False)
-    short = {known.partition("/")[2].lower(): known for known in PUBLISHED}
-    known = short.get(name.rpartition("/")[2].lower())
-    if not path.exists() and known is not None:
-        return PUBLISHED[known]
+    if not path.exists() and model_path(name) in PUBLISHED:
+        return PUBLISHED[model_path(name)]
     if _may_be_of_hub(name):
         return None
     try:
@@ -56,6 +54,14 @@ def values_of_model(name: str) -> dict[str, Any] | None:
         return values
     except (OSError, ValueError, RecursionError) as error:
         raise _refused(name, error) from error
+
+
+def model_path(name: str) -> str:
+    """The `policy.model_path` of a model named to this command: one of `PUBLISHED` may lack its owner or capitals."""
+    if Path(name).is_file():
+        return str(Path(name).parent)
+    known = {short.lower(): full for full in PUBLISHED for short in (full, full.partition("/")[2])}
+    return name if Path(name).exists() else known.get(name.lower(), name)
 
 
 def _may_be_of_hub(name: str) -> bool:

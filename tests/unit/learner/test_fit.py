@@ -22,7 +22,7 @@ from learner.fit.estimate import (
     rank_memory,
 )
 from learner.fit.live_bytes import ACTIVATIONS, LOGITS, LiveBytes
-from learner.fit.models import PUBLISHED, config_of_model
+from learner.fit.models import PUBLISHED, config_of_model, model_path
 from learner.fit.proposal import Machine, Planner
 from learner.fit.stand_ins import QUANTIZED_BYTES
 from learner.ranks.mesh import Mesh
@@ -201,7 +201,7 @@ def test_the_command_proposes_settings_that_are_read_and_says_when_none_fit(tmp_
     assert main() == 0
     shown = capsys.readouterr().out
     words = shown.splitlines()[-1].split()
-    assert words[:2] == ["streamrl", "launch"] and "training every weight" in shown
+    assert words[:3] == ["streamrl", "launch", f"policy.model_path={tmp_path}"] and "training every weight" in shown
     config = config_of(*words[2:])
     assert (config.launch.num_learner_ranks, config.launch.num_actors) == (2, 2)
     assert config.rollout.max_prompt_tokens + config.rollout.train.sampling.max_new_tokens == 256
@@ -213,6 +213,16 @@ def test_a_name_without_a_configuration_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="Qwen/Qwen3-32B"):
         config_of_model("Qwen/Qwen3-9999B")
     assert len(PUBLISHED) == 4
+
+
+@pytest.mark.parametrize("known", PUBLISHED)
+def test_the_printed_command_names_a_known_model_as_the_hub_does(known, tmp_path, monkeypatch):
+    short = known.partition("/")[2]
+    assert {model_path(name) for name in (known, known.lower(), short, short.lower())} == {known}
+    assert model_path(f"someone/{short}") == f"someone/{short}"
+    (tmp_path / short).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert model_path(short) == short
 
 
 def test_a_name_that_is_not_here_is_one_sentence_without_a_hub(tmp_path):
