@@ -26,7 +26,7 @@ from streamrl.metrics.meter import Meter
 from streamrl.metrics.names import ARRIVED, member, of_set
 from streamrl.metrics.run_record import read_metrics
 from streamrl.metrics.samples import Sample
-from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, TrackedRun
+from streamrl.metrics.sinks import ConsoleSink, FanOut, JsonlSink, Sink, TrackedRun, storable
 from streamrl.metrics.summary import Summary, results_of, summarize
 from streamrl.metrics.trackers.registry import open_trackers
 from streamrl.named_code import sign
@@ -133,7 +133,7 @@ class Recorder:
         row = {key: value for key, value in row.items() if key != "step"}
         row.update(self._waiting)
         self._waiting.clear()
-        self._sinks.log_metrics(step, row)
+        self._sinks.log_metrics(step, storable(row))
 
     def samples(self, step: int, samples: Sequence[Sample], *, last: bool = False) -> None:
         """Give trackers a table with every evaluation: its transcripts, and the samples of the newest step."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TextIO
 
 from streamrl.metrics.files import append_lines, parse_json, read_lines, write_atomic
@@ -23,14 +26,39 @@ log = logging.getLogger(__name__)
 
 LARGEST = 1e300
 """A metric's values are less, and never NaN: sums of larger ones are infinite."""
+MAX_BINS = 512
+"""The most that a histogram of wandb may have."""
+MAX_WAITING = 10_000
+"""Calls that may wait for the server of a tracker; later ones are lost, and counted."""
 Row = Mapping[str, Any]
 """The result of `Meter.flush`: numbers, and histograms as dict of bin to count."""
 
 
-def dense_histogram(bins: Mapping[int, int]) -> tuple[list[int], list[int]]:
-    """Counts and edges as numpy has them: bin k is from k to k + 1, and absent bins are zeros."""
+def storable(row: Row) -> dict[str, Any]:
+    """The row without values that no reader takes: one of them would cost the others of its step."""
+    return {key: value for key, value in row.items() if all(map(_is_number, _numbers_of(value)))}
+
+
+def _numbers_of(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else (value,)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < LARGEST
+
+
+def dense_histogram(bins: Mapping[int, float]) -> tuple[list[float], list[int]]:
+    """Counts and edges as numpy has them: bin k is from k to k + 1, and absent bins are zeros.
+
+    Of more bins than wandb takes, neighbors become one: with the sum of their counts, or the mean of means (floats).
+    """
     low, high = min(bins, default=0), max(bins, default=0)
-    return [bins.get(k, 0) for k in range(low, high + 1)], list(range(low, high + 2))
+    width = (high - low) // MAX_BINS + 1
+    found: list[list[float]] = [[] for _ in range((high - low) // width + 1)]
+    for k, value in bins.items():
+        found[(k - low) // width].append(value)
+    values = [fmean(some) if some and isinstance(some[0], float) else sum(some) for some in found]
+    return values, [low + width * place for place in range(len(found) + 1)]
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -61,6 +89,9 @@ class TrackedRun:
 class Sink:
     """A destination of the run's numbers. A sink overrides the methods that it needs; the others do nothing."""
 
+    waits = False
+    """Whether calls wait for a server: then they are made in a thread of their own, in order, and hold up no step."""
+
     def log_config(self, config: Mapping[str, Any]) -> None:
         """The resolved configuration as plain values, once, before the first metrics."""
 
@@ -87,6 +118,7 @@ class FanOut(Sink):
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
         self.num_failures: dict[str, int] = {}
+        self._lines = {id(sink): _Line(partial(self._now, sink)) for sink in sinks if getattr(sink, "waits", False)}
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._each("log_config", config)
@@ -106,20 +138,63 @@ class FanOut(Sink):
 
     def close(self) -> None:
         self._each("close")
+        for line in self._lines.values():
+            line.join()
         for where, count in self.num_failures.items():
             log.warning("%s failed %d times in this run; its record is incomplete.", where, count)
 
     def _each(self, method: str, *args: Any) -> list[Any]:
         answers = []
         for sink in self._sinks:
-            try:
-                answers.append(getattr(sink, method)(*args))
-            except Exception:  # third-party trackers raise what they like; a plot is never worth a training run
-                where = f"{type(sink).__name__}.{method}"
-                self.num_failures[where] = self.num_failures.get(where, 0) + 1
-                if self.num_failures[where] == 1:
-                    log.warning("%s failed; training goes on without it.", where, exc_info=True)
+            line = None if method == "where" else self._lines.get(id(sink))
+            function = getattr(sink, method) if line is None else partial(line.put, method)
+            answers += self._call(sink, method, function, *args)
         return answers
+
+    def _now(self, sink: Sink, method: str, *args: Any) -> list[Any]:
+        return self._call(sink, method, getattr(sink, method), *args)
+
+    def _call(self, sink: Sink, method: str, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The answer; none of one that raised."""
+        try:
+            return [function(*args)]
+        except Exception:  # third-party trackers raise what they like; a plot is never worth a training run
+            where = f"{type(sink).__name__}.{method}"
+            self.num_failures[where] = self.num_failures.get(where, 0) + 1
+            if self.num_failures[where] == 1:
+                log.warning("%s failed; training goes on without it.", where, exc_info=True)
+            return []
+
+
+class _Line:
+    """The calls of one sink, in order, in a thread of its own. `close`, the last, is made in any case.
+
+    Args:
+        call: makes one, by its method; returns nothing if it failed.
+    """
+
+    def __init__(self, call: Callable[..., list[Any]]) -> None:
+        self._call = call
+        self._waiting: queue.Queue[tuple[Any, ...]] = queue.Queue(MAX_WAITING)
+        self._closes = False
+        self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
+        self._thread.start()
+
+    def put(self, method: str, *args: Any) -> None:
+        """Raise queue.Full if too many wait."""
+        self._closes = method == "close"
+        self._waiting.put((method, *args), block=self._closes)
+
+    def join(self) -> None:
+        """Wait for `close`, and for those before it while they are answered: each would wait for the same server."""
+        self._thread.join()
+
+    def _work(self) -> None:
+        method, gives_up = "", False
+        while method != "close":
+            method, *args = self._waiting.get()
+            if not gives_up or method == "close":
+                gives_up = not self._call(method, *args) and self._closes
 
 
 class JsonlSink(Sink):
@@ -154,9 +229,8 @@ def parse_row(line: str | bytes) -> dict[str, Any]:
     for key, value in row.items():
         if (bins := _has_bins(key)) is not None and isinstance(value, dict) != bins:
             raise ValueError(f"{key[:80]} is {'a' if bins else 'no'} histogram")
-        for number in value.values() if isinstance(value, dict) else (value,):
-            if not isinstance(number, int | float) or not abs(number) < LARGEST:
-                raise ValueError(f"{key[:80]} is no number")
+        if not all(map(_is_number, _numbers_of(value))):
+            raise ValueError(f"{key[:80]} is no number")
     return {key: {int(k): n for k, n in value.items()} if isinstance(value, dict) else value
             for key, value in row.items() if not isinstance(value, dict) or _has_bins(key)}
 

@@ -6,10 +6,11 @@ that is not chosen need not be installed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
-from streamrl.errors import ConfigError, install_extra
+from streamrl.errors import ConfigError, in_one_line, install_extra
 from streamrl.extension import resolve
 from streamrl.metrics.sinks import Sink, TrackedRun
 from streamrl.metrics.trackers.mlflow import open_mlflow
@@ -17,6 +18,7 @@ from streamrl.metrics.trackers.tensorboard import TensorBoardSink
 from streamrl.metrics.trackers.trackio import open_trackio
 from streamrl.metrics.trackers.wandb import open_wandb
 
+log = logging.getLogger("streamrl.learner")
 TrackerFactory = Callable[[TrackedRun], Sink]
 
 TRACKERS: dict[str, TrackerFactory] = {
@@ -61,3 +63,11 @@ def _opened(name: str, run: TrackedRun) -> Sink:
             f"tracking.trackers={name} needs {error.name}, which is not installed; install it with "
             f"{install_extra(_extra(name))}, or leave it out."
         ) from error
+    except Exception as error:  # of its own classes
+        if name not in TRACKERS:
+            raise
+        told = f"tracking.trackers={name} cannot be opened ({in_one_line(error)})"
+        if run.resume_step is None:
+            raise ConfigError(f"{told}: see that its server answers and takes you, or leave it out.") from error
+        log.warning("%s: the run goes on without it.", told)
+        return Sink()

@@ -72,6 +72,20 @@ def test_each_set_has_keys_and_a_line_of_its_own_with_the_estimates_of_its_answe
     assert lines[1]["estimates"]["maj@2"] == [0.25, 0.25, 2]
 
 
+@pytest.mark.parametrize("scores", [((1.0,),), ((1.0, 0.0, 1.0),), ((), ())])
+@pytest.mark.parametrize("reward", [1.0, math.nan, math.inf, 1e300])
+def test_a_value_that_cannot_be_known_costs_its_step_no_other_value(recorded, scores, reward):
+    recorder, written = recorded
+    answers = tuple(tuple("4" for _ in one) for one in scores)
+    found = result(num_prompts=1, score=1.0, reward=reward, prompt_scores=scores, prompt_answers=answers)
+    recorder.evaluated(found, EvalConfig(num_responses=4))  # of one prompt there is no error, of too few no pass@4
+    row, _ = written()
+
+    assert (row["step"], row["eval/score"], row["eval/version"]) == (4, 1.0, 4.0)
+    assert "eval/pass_at_k" not in row and "eval/score_stderr" not in row
+    assert row.get("eval/reward") == (1.0 if reward == 1.0 else None)
+
+
 def test_one_answer_to_each_prompt_has_no_pass_at_k(recorded):
     recorder, written = recorded
     one = result(prompt_scores=((1.0,), (0.0,)), prompt_answers=(("4",), ("6",)), mean_turns=2.5)

@@ -35,7 +35,8 @@ def record(name: str, run_dir: Path, *steps: int, resume_step: int | None = None
     with closing(FanOut(open_trackers([name], tracked(run_dir, resume_step)))) as sinks:
         sinks.log_config(CONFIG)
         for step in steps:
-            sinks.log_metrics(step, {"reward/mean": step / 4, "lag/token": {1: 10, 3: 2}, "empty": {}})
+            sinks.log_metrics(step, {"reward/mean": step / 4, "lag/token": {1: 10, 3: 2}, "empty": {},
+                                     "lag/head": {0: 1, 5_000: 2}, "reward/..": 0.5})
             sinks.log_samples(step, SAMPLES)
         (run_dir / "model").mkdir(exist_ok=True)
         for path in (run_dir / "model" / "weights.bin", run_dir / "config.yaml"):
