@@ -253,14 +253,18 @@ class JsonLines:
 
 def _line_ranges(file: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Start and end offset [N] of every line that is not blank, and its number in the file."""
-    breaks, base = [], 0
+    breaks, indented, base, before = [], [np.zeros(1, np.int64)], 0, b""
     while chunk := os.pread(file, CHUNK_BYTES, base):
-        breaks.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + base)
-        base += len(chunk)
+        found = np.frombuffer(before + chunk, np.uint8)
+        breaks.append(np.flatnonzero(found[len(before) :] == 10) + base)
+        indented.append(np.flatnonzero((found[:-1] == 10) & (found[1:] <= 32)) + 1 + base - len(before))
+        base, before = base + len(chunk), chunk[-1:]
     ends = np.concatenate([*breaks, [base]]).astype(np.int64)
     starts = np.concatenate([[len(BOM) if os.pread(file, 3, 0) == BOM else 0], ends[:-1] + 1]).astype(np.int64)
     full = ends > starts
-    for i in np.flatnonzero(full & (ends - starts < 16)):  # an object with a prompt is longer
+    may_be_blank = (ends - starts < 16) | np.isin(starts, np.concatenate(indented))  # an object with a prompt is longer
+    may_be_blank[0] = True
+    for i in np.flatnonzero(full & may_be_blank):
         full[i] = bool(os.pread(file, int(ends[i] - starts[i]), int(starts[i])).strip())
     lines = np.flatnonzero(full)
     return starts[lines], ends[lines], lines

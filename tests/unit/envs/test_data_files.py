@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import random
 from collections import Counter
 from decimal import Decimal
 
@@ -27,6 +28,7 @@ from streamrl.config.load import from_plain, load_config, to_plain
 from streamrl.config.schema import DataConfig, OnBadRecord
 from streamrl.environment import Step
 from streamrl.errors import DataChangedError, TaskError
+from tests.kit.each import each
 
 ROWS = [{"question": f"{a} + é = ?", "answer": str(2 * a), "level": str(a % 3)} for a in range(60)]
 
@@ -114,6 +116,22 @@ def test_paths_are_made_absolute_and_hub_names_stay(tmp_path, monkeypatch):
 
 
 # --- lines -----------------------------------------------------------------------------------------------------------
+
+@each("seed", range(20))
+def test_blank_lines_of_any_length_are_no_records(tmp_path, monkeypatch, seed):
+    rng = random.Random(seed)
+    monkeypatch.setattr("envs.data.sources.CHUNK_BYTES", rng.choice([1, 7, 64, 1 << 24]))
+    rows = [rng.choice(['{"prompt": "1 + 1 = ?"}', '  {"prompt": "indented"}', '{"a":1}']) for _ in range(9)]
+    blanks = ["".join(rng.choices(" \t\r\x0b\x0c", k=rng.choice([0, 1, 15, 16, 17, 200]))) for _ in range(30)]
+    lines = rows + blanks
+    rng.shuffle(lines)
+    bom = rng.choice([b"", b"\xef\xbb\xbf"])
+    (tmp_path / "a.jsonl").write_bytes(bom + "\n".join(lines).encode() + rng.choice([b"", b"\n", b" " * 40]))
+
+    source = JsonLines(tmp_path / "a.jsonl", "a.jsonl")
+
+    assert [source.row(i) for i in range(len(source))] == [json.loads(line) for line in lines if line.strip()]
+
 
 def test_lines_are_found_whatever_their_ends_and_blanks(tmp_path, monkeypatch):
     monkeypatch.setattr("envs.data.sources.CHUNK_BYTES", 64)  # smaller than the file: reads end inside of lines
