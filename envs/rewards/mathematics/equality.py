@@ -18,6 +18,7 @@ from envs.rewards.mathematics.text import (
     TRIGONOMETRY,
     bare,
     choice,
+    chosen,
     clean,
     number,
     parts,
@@ -159,6 +160,8 @@ def _same(gold: str, answer: str) -> bool:
     if None not in (letters := (choice(gold), choice(answer))):
         return letters[0] == letters[1]
     answer = without_choice(answer)
+    if letters[0] is not None and (told := chosen(gold)) != gold:
+        return _same(told, answer)
     gold, answer = _without_reals(gold), _without_reals(answer)
     if (texts := (words(gold), words(answer))) != (None, None):
         return texts[0] == texts[1]

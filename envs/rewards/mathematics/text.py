@@ -49,6 +49,9 @@ _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _CHOICE = re.compile(
     r"(?:(?:[oO]ption|[cC]hoice)\s+)?\(?([A-J])(?:\)[.:]?|\.|:|(?=$))(?!\s*(?:or|and)\b)(.*)", re.DOTALL
 )
+_CHOSEN = re.compile(
+    r"^(\\text\{)?\s*(?:(?:[oO]ption|[cC]hoice)\s+)?\(?[A-J](?:\)[.:]?|\.|:)(?:\s|\\ )*(?(1)(\}?)\s*|)(?=[^\s}])"
+)
 _LETTER = re.compile(r"(?<![^\W_])(?:[B-HJ]|[AI](?! (?!and |or )[a-z]))(?![^\W_'’])")
 """A capital that stands alone; not the words in A dog and I see."""
 _OPEN, _CLOSE = "([{", ")]}"
@@ -111,6 +114,11 @@ def choice(text: str) -> str | None:
 def without_choice(text: str) -> str:
     r"""\text{(C)} 12 as 12."""
     return re.sub(r"^\\text\{\s*\([A-J]\)\s*\}\s*(?=\S)", "", text)
+
+
+def chosen(text: str) -> str:
+    """The value that a `choice` stands for; the text itself if it is a letter alone."""
+    return _CHOSEN.sub(lambda found: "" if found[2] or not found[1] else found[1], text)
 
 
 def parts(text: str) -> tuple[str, list[str]]:
