@@ -109,7 +109,7 @@ def task_from_data(settings: TaskSettings) -> DataTask:
     if env.path is not None and named:
         raise TaskError(f"env.path={env.path} and the reward {named} both score answers: leave one of them out.")
     if env.path is None:
-        function = make_reward(reward, shape)
+        function = make_reward(reward, shape, data.system_prompt)
         return DataTask(data, shape, player(function, f"reward {named}", shape), function)
     found = reward_from_file(env.path, dict(env.options), shape)
     if isinstance(found, EnvFactory):

@@ -20,6 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
+from envs.data.shapes import tool_schemas
 from envs.json_service import listening
 from envs.rewards.local_model import READY
 from streamrl import parent_watch
@@ -39,11 +40,12 @@ async def serve(port: int, scorer: BatchingScorer, out: TextIO) -> None:
     async def answer(_: Any, body: Any) -> tuple[int, dict[str, Any]]:
         try:
             messages = [ChatMessage.of(one).as_dict() for one in body["messages"]]
+            tools = tool_schemas(body)
         except (ValueError, KeyError, TypeError, TaskError) as error:
             why = f": one {error}" if isinstance(error, TaskError) else ""
             return 400, {"error": f"the body must be JSON with messages, a list of role and content{why}"}
         try:
-            score = await asyncio.wrap_future(scorer.ask(messages))
+            score = await asyncio.wrap_future(scorer.ask(messages, tools))
         except Exception as error:  # the caller reads what the model said
             return 422, {"error": f"{type(error).__name__}: {error}"}
         return (200, {"score": score}) if math.isfinite(score) else (422, {"error": f"the score is {score}"})

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from envs.data.chat_template import rendered, template_forms, template_text, text_with_calls
+from envs.data.chat_template import Tools, rendered, template_forms, template_text, text_with_calls
 from streamrl.environment import ChatMessage
 from streamrl.errors import StreamrlError, in_one_line
 from streamrl.weights.model_folder import check_folder
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # see streamrl.architectures.attention
 
+Conversation = Sequence[Mapping[str, Any]]
 MAX_BATCH = 32
 """Conversations of one forward pass."""
 
@@ -70,9 +71,13 @@ class RewardScorer:
         self._max_tokens = min(int(self._tokenizer.model_max_length), positions)
 
     @torch.inference_mode()
-    def score(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[float]:
-        """A score for each conversation; longer ones than the model reads lose their beginning."""
-        texts = [self._text(messages) for messages in conversations]
+    def score(self, conversations: Sequence[Conversation], tools: Sequence[Tools] = ()) -> list[float]:
+        """A score for each conversation; longer ones than the model reads lose their beginning.
+
+        Args:
+            tools: of each conversation, for the chat template; nothing where none has any.
+        """
+        texts = [self._text(*one) for one in zip(conversations, tools or [()] * len(conversations), strict=True)]
         batch = self._tokenizer(
             texts, return_tensors="pt", padding=True, truncation=True, max_length=self._max_tokens,
             add_special_tokens=not self._tokenizer.chat_template,
@@ -80,12 +85,12 @@ class RewardScorer:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         return self._model(**inputs).logits[:, 0].float().tolist()
 
-    def _text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _text(self, messages: Conversation, tools: Tools) -> str:
         whole = [
             ChatMessage(fields.pop("role"), fields.pop("content"), fields) for fields in map(dict, messages)
         ]
         if self._tokenizer.chat_template:
-            return rendered(self._tokenizer, template_forms(whole, template_text(self._tokenizer)))
+            return rendered(self._tokenizer, template_forms(whole, template_text(self._tokenizer)), tools)
         return "\n\n".join(f"{message.role}: {text_with_calls(message)}" for message in whole)
 
 
@@ -94,13 +99,13 @@ class BatchingScorer:
 
     def __init__(self, scorer: RewardScorer) -> None:
         self._scorer = scorer
-        self._waiting: queue.SimpleQueue[tuple[Sequence[Any], Future[float]]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Conversation, Tools, Future[float]]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="scorer", daemon=True).start()
 
-    def ask(self, messages: Sequence[Mapping[str, Any]]) -> Future[float]:
+    def ask(self, messages: Conversation, tools: Tools = ()) -> Future[float]:
         """The score of one conversation, or whatever the model raised for its batch."""
         answer: Future[float] = Future()
-        self._waiting.put((messages, answer))
+        self._waiting.put((messages, tools, answer))
         return answer
 
     def _work(self) -> None:
@@ -109,10 +114,10 @@ class BatchingScorer:
             while len(batch) < MAX_BATCH and not self._waiting.empty():
                 batch.append(self._waiting.get())
             try:
-                scores = self._scorer.score([messages for messages, _ in batch])
+                scores = self._scorer.score(*zip(*((messages, tools) for messages, tools, _ in batch), strict=True))
             except Exception as error:  # a template or the device: its callers hear it, the process goes on
-                for _, answer in batch:
+                for *_, answer in batch:
                     answer.set_exception(error)
                 continue
-            for (_, answer), score in zip(batch, scores, strict=True):
+            for (*_, answer), score in zip(batch, scores, strict=True):
                 answer.set_result(score)

@@ -16,7 +16,7 @@ from envs.reward_values import as_step
 from envs.rewards.answers import Boxed, Exact, FreeMath, ThinkAnswerTags
 from envs.rewards.code import Code
 from envs.rewards.extract import ANSWER_TAGS, has_format
-from envs.rewards.services import Judge, reward_model
+from envs.rewards.services import Judge, RewardModel, reward_model
 from envs.rewards.thoughts import whole
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record, RewardFunction, Step
@@ -140,14 +140,19 @@ REWARDS: dict[str, MakeReward] = {
 }
 
 
-def make_reward(settings: RewardConfig, shape: RecordShape) -> RewardFunction:
+def make_reward(settings: RewardConfig, shape: RecordShape, system_prompt: str | None = None) -> RewardFunction:
     """The reward that `reward.type` names, or the weighted sum of those in `reward.weights`.
 
-    Raises ConfigError: an unknown name, or both settings at once.
+    Args:
+        system_prompt: `data.system_prompt`.
+    Raises:
+        ConfigError: an unknown name, or both settings at once.
     """
     if not settings.weights:
         assert settings.type is not None, "neither reward.type nor reward.weights is set"
-        return resolve(settings.type, REWARDS, setting="reward.type")(settings, shape)
+        found = resolve(settings.type, REWARDS, setting="reward.type")(settings, shape)
+        _tell_prompt({settings.type: found}, system_prompt)
+        return found
     if settings.type is not None:
         raise ConfigError(
             f"reward.type={settings.type} and reward.weights are both set: leave one of them out, or put "
@@ -156,4 +161,12 @@ def make_reward(settings: RewardConfig, shape: RecordShape) -> RewardFunction:
     rewards = {
         name: resolve(name, REWARDS, setting="reward.weights")(settings, shape) for name in settings.weights
     }
+    _tell_prompt(rewards, system_prompt)
     return combine(rewards, settings.weights)
+
+
+def _tell_prompt(rewards: Mapping[str, RewardFunction], system_prompt: str | None) -> None:
+    """Show reward models what the model reads."""
+    for reward in rewards.values():
+        if isinstance(reward, RewardModel):
+            reward.answered_under = _first(rewards, "system_prompt") if system_prompt == "auto" else system_prompt

@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 
 from envs.data.chat_template import text_with_calls
-from envs.data.shapes import RecordShape
+from envs.data.shapes import RecordShape, tool_schemas
 from envs.rewards.local_model import LocalModel, check_checkpoint
 from streamrl.config.addresses import key_of
 from streamrl.config.schema import RewardConfig, ServiceConfig
-from streamrl.environment import ChatMessage, Record, Step
+from streamrl.environment import SYSTEM_ROLES, ChatMessage, Record, Step
 from streamrl.errors import ConfigError, TaskError
 
 MAX_TRIES = 3
@@ -115,6 +115,9 @@ def read_score(text: str, max_score: float) -> float:
 class RewardModel:
     """A reward model behind a scoring endpoint (`/classify` or `/pooling` of an inference server, or your own)."""
 
+    answered_under: str | None = None
+    """The system prompt that the model read before conversations without one."""
+
     def __init__(self, settings: RewardConfig, shape: RecordShape) -> None:
         self._model = settings.model
         self._service = None if settings.model.url is None else _service(settings.model, "reward.model")
@@ -122,9 +125,13 @@ class RewardModel:
     async def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
         service = await self._ready()
         messages = [*prompt, ChatMessage("assistant", completion)]
+        if self.answered_under is not None and messages[0].role not in SYSTEM_ROLES:
+            messages.insert(0, ChatMessage("system", self.answered_under))
         text = "\n\n".join(f"{message.role}: {text_with_calls(message)}" for message in messages)
         whole = [message.as_dict() for message in messages]
         question = {"model": self._model.model, "input": text, "messages": whole}
+        if tools := tool_schemas(record):
+            question["tools"] = tools
         score = first_number(await service.post(question))
         return Step(reward=score, parts={"reward_model": score})
 

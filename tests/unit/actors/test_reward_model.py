@@ -82,6 +82,20 @@ def test_a_batch_is_padded_with_the_token_that_the_part_for_texts_knows(checkpoi
     assert scorer.score(CHATS) == pytest.approx([scorer.score([chat])[0] for chat in CHATS], abs=1e-5)
 
 
+def test_the_template_of_a_reward_model_shows_the_tools_of_each_conversation(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    template = "{% for t in tools or [] %}{{ t.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    scorer = RewardScorer(str(folder), "cpu")
+    asked = [(CHATS[0], [{"name": "how"}]), (CHATS[0], []), (CHATS[1], [{"name": "so"}])]
+
+    with_tools = [scorer.score([chat], [tools])[0] for chat, tools in asked]
+    assert with_tools[1] == pytest.approx(scorer.score([CHATS[0]])[0], abs=1e-6) and len(set(with_tools)) == 3
+    batching = BatchingScorer(scorer)
+    answers = [batching.ask(chat, tools) for chat, tools in asked]
+    assert [one.result(60) for one in answers] == pytest.approx(with_tools, abs=1e-5)
+
+
 def test_a_bad_conversation_costs_its_batch_and_not_the_scorer(checkpoint):
     scorer = BatchingScorer(RewardScorer(checkpoint, "cpu"))
     with pytest.raises(KeyError, match="content"):

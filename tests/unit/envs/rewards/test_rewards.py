@@ -15,6 +15,7 @@ from envs.data.shapes import RecordShape
 from envs.data_task import task_from_data
 from envs.json_service import listening
 from envs.registry import task_of
+from envs.rewards.answers import Boxed
 from envs.rewards.registry import REWARDS, combine, make_reward
 from envs.rewards.services import read_score
 from envs.rewards.verifier_server import PATH, checking
@@ -286,6 +287,38 @@ def test_a_reward_model_scores_the_conversation(play, service, reply, score):
     assert step.reward == score
     assert state["seen"][0][0]["messages"][-1] == {"role": "assistant", "content": "4"}
     assert state["seen"][0][0]["model"] == "rm"
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["reward.type=model"], None),
+        (["reward.type=model", "data.system_prompt='Be brief.'"], "Be brief."),
+        (["reward.type=model", "data.system_prompt=auto"], None),
+        (["reward.weights={model: 1, boxed: 1}", "data.system_prompt=auto"], Boxed.system_prompt),
+        (["reward.weights={model: 1, boxed: 1}", "data.system_prompt='Be brief.'"], "Be brief."),
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "system", "developer"])
+@pytest.mark.parametrize("tools", [None, [TOOL], json.dumps([TOOL])])
+def test_a_reward_model_reads_the_system_prompt_and_the_tools_that_the_model_read(
+    play, service, words, told, role, tools
+):
+    url, state = service
+    state.update(reply={"score": 1}, seen=[])
+    own = [] if role == "user" else [{"role": role, "content": "own"}]
+    record = {"messages": [*own, {"role": "user", "content": "?"}], "answer": "4"} | ({"tools": tools} if tools else {})
+
+    play("4", f"reward.model.url={url}", *words, record=record)
+
+    ((body, _),) = state["seen"]
+    own = own or ([] if told is None else [{"role": "system", "content": told}])
+    assert body["messages"] == [*own, {"role": "user", "content": "?"}, {"role": "assistant", "content": "4"}]
+    assert body["input"].startswith(f"{own[0]['role']}: {own[0]['content']}" if own else "user: ?")
+    assert body.get("tools") == ([TOOL] if tools else None)
 
 
 @pytest.mark.shows(
