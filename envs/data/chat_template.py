@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, TemplateError
+
 from streamrl.environment import THOUGHTS, ChatMessage
-from streamrl.errors import TaskError
+from streamrl.errors import ConfigError, TaskError
 
 log = logging.getLogger("streamrl.data")
 
@@ -24,6 +28,22 @@ def template_text(tokenizer: Any) -> str:
     """The chat template's source; a tokenizer may hold several by name, among them one for tools."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+
+
+def template_of_settings(given: str | None) -> str | None:
+    """`data.chat_template` as Jinja text. Raises ConfigError for a file that is not there, or a broken template."""
+    if given is None or "{" not in given:
+        if given is None:
+            return None
+        try:
+            given = Path(given).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"data.chat_template={given} must be Jinja text, or a file of it: {error}") from error
+    try:  # transformers' own tag around the model's turns is no part of Jinja
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", given))
+    except TemplateError as error:
+        raise ConfigError(f"data.chat_template must be a Jinja template: {error}") from error
+    return given
 
 
 def writes_calls(template: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from envs.check import check_task
+from envs.data.chat_template import template_of_settings
 from envs.data.sources import absolute
 from envs.data_task import DataTask
 from envs.registry import task_of
@@ -21,7 +22,7 @@ from learner.model.config_file import policy_vocab_size
 from learner.model.paths import model_directory
 from learner.ranks.mesh import Ranks
 from learner.setup.model_hub import find_models
-from learner.setup.preflight import check_settings, checked_eval_sets, models_of, template_text
+from learner.setup.preflight import check_settings, checked_eval_sets, models_of
 from streamrl.config.eval_sets import EvalSet
 from streamrl.config.schema import Config
 from streamrl.environment import Task
@@ -37,7 +38,7 @@ def prepare_inputs(config: Config, device: torch.device) -> None:
     config.reward.model.path = absolute(config.reward.model.path)
     for key in ("path", "test_path"):
         setattr(config.data, key, absolute(getattr(config.data, key)))
-    config.data.chat_template = template_text(config.data.chat_template)  # actors may have no such file
+    config.data.chat_template = template_of_settings(config.data.chat_template)  # actors may have no such file
     config.eval.datasets = {name: _absolute_set(given) for name, given in config.eval.datasets.items()}
     find_models(models_of(config), log.info, allow=config.actors.allow)
     check_settings(config, device)
@@ -103,7 +104,7 @@ def _absolute_set(given: Any) -> Any:
     made = {key: _absolute_set(value) if key in ("data", "env") else value for key, value in given.items()}
     made |= {key: absolute(made[key]) for key in ("path", "test_path") if key in made}
     if "chat_template" in made:
-        made["chat_template"] = template_text(made["chat_template"])
+        made["chat_template"] = template_of_settings(made["chat_template"])
     return made
 
 

@@ -8,16 +8,14 @@ libraries are imported where they are first needed: most mistakes are found with
 from __future__ import annotations
 
 import json
-import re
 import socket
 from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, TemplateError
-
 from envs.check import check_task
+from envs.data.chat_template import template_of_settings
 from envs.registry import task_of
 from learner.data.dialogues import task_dialogues
 from learner.hub_client.settings import answer_limit
@@ -81,7 +79,7 @@ def check_run(
     _check_vllm_heads(config)
     _check_tensor_parallel(config)
     check_folders(config, notify)
-    template_text(config.data.chat_template)
+    template_of_settings(config.data.chat_template)
     _check_template(config, notify)
     task = task_of(config)
     if not config.launch.debug:  # what is wrong shows in its first episode, in a debugger
@@ -133,31 +131,17 @@ def has_chat_template(model_dir: Path) -> bool:
     return bool(written) or any((model_dir / name).exists() for name in named)
 
 
-def template_text(given: str | None) -> str | None:
-    """`data.chat_template` as Jinja text. Raises ConfigError for a file that is not there, or a broken template."""
-    if given is None or "{" not in given:
-        if given is None:
-            return None
-        try:
-            given = Path(given).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"data.chat_template={given} must be Jinja text, or a file of it: {error}") from error
-    try:  # transformers' own tag around the model's turns is no part of Jinja
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", given))
-    except TemplateError as error:
-        raise ConfigError(f"data.chat_template must be a Jinja template: {error}") from error
-    return given
-
-
 def check_losses(config: Config) -> None:
-    """One objective step on synthetic data. Raises ConfigError."""
+    """One objective step on synthetic data, and the making of the run's own. Raises ConfigError."""
     from learner.setup.dry_run import LossSections, run_dry
+    from learner.setup.trainer import make_objective, make_staleness
 
     run_dry(LossSections(
         config.advantage, config.loss, config.kl, config.reference, config.distill, config.entropy, config.constraint,
         config.critic, config.filter, max_lag=largest_max_lag(config), max_new_tokens=answer_limit(config),
         steps_per_batch=steps_per_batch(config),
     ))
+    make_objective(config, make_staleness(config, {}), {}, num_steps=0)
 
 
 def unguarded_settings(config: Config) -> str:

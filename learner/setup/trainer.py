@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from envs.data.chat_template import template_of_settings
 from learner.checkpoint.checkpoint import Checkpoint, ResumeState
 from learner.control.staleness import StalenessControl
 from learner.data.packing import LeaveOut
@@ -27,11 +28,11 @@ from learner.objective.objective import Objective
 from learner.objective.options import need, needs_reference
 from learner.objective.regularizers import LossWeights, Regularizers
 from learner.objective.rewards import RewardRules
+from learner.objective.shadow import Shadow
 from learner.publish.export import export_model, used_template
 from learner.publish.rounding import round_frozen
 from learner.ranks.mesh import Ranks
 from learner.setup.group_mask import group_mask
-from learner.setup.preflight import check_losses, check_models, template_text
 from learner.setup.shadows import make_shadows
 from learner.trainer import Trainer, TrainerSettings
 from streamrl.config.eval_sets import longest_sequence
@@ -45,15 +46,12 @@ def load_trainer(
     config: Config, model_dir: Path, past: ResumeState, staleness: StalenessControl, ranks: Ranks
 ) -> tuple[Trainer, AdapterOf | None]:
     """The trainer with its networks, and what identifies the adapter that it trains, if it is one."""
-    objective = make_objective(config, staleness, past.controls, num_steps=past.version // steps_per_batch(config))
-    _check_inference_budget(config, objective)
+    objective, shadows = make_objective(
+        config, staleness, past.controls, num_steps=past.version // steps_per_batch(config)
+    )
     adapter = describe_adapter(config.policy.lora, model_dir, ranks)
     if past.checkpoint is not None:
         check_resumed(past.checkpoint.extra.get("adapter"), adapter, ranks)
-    shadows = make_shadows(
-        config.shadow.algorithms, objective, config.kl, config.constraint, max_lag=largest_max_lag(config),
-        num_minibatches=config.learner.num_minibatches, distill=config.distill,
-    )
     networks = load_networks(
         config, model_dir, past, ranks, with_critic=objective.has_critic,
         with_reference=needs_reference(config.kl, config.constraint),
@@ -68,24 +66,6 @@ def load_trainer(
     if config.policy.lora.rank is not None:  # what the adapter is added to, in the values that actors get
         round_frozen(networks.policy, settings.wire_dtype)
     return trainer, adapter
-
-
-def _check_inference_budget(config: Config, objective: Objective) -> None:
-    budget = config.learner.max_inference_tokens_per_device
-    if budget is None:
-        return
-    need(
-        config.critic.kind is CriticKind.model
-        or not objective.has_critic,
-        f"learner.max_inference_tokens_per_device={budget} is not for critic.kind=head, which keeps the states of the "
-        "micro-batches that are trained: set critic.kind=model, or leave it out",
-    )
-    need(
-        bool(objective.needs)
-        or objective.leave_out is LeaveOut.BACKWARD
-        or config.trust.audit_share > 0.0,
-        f"learner.max_inference_tokens_per_device={budget} does nothing: these settings make no pass without gradient",
-    )
 
 
 def _trainer_settings(config: Config, ranks: Ranks) -> TrainerSettings:
@@ -104,11 +84,13 @@ def _trainer_settings(config: Config, ranks: Ranks) -> TrainerSettings:
 
 def make_objective(
     config: Config, staleness: StalenessControl, controls: Mapping[str, Any], *, num_steps: int
-) -> Objective:
+) -> tuple[Objective, tuple[Shadow, ...]]:
     """The training objective; weights of KL, entropy and constraints, and reward rules, go on from `controls`.
 
     Args:
         num_steps: batches trained so far.
+    Raises:
+        ConfigError: a setting that does nothing or is impossible beside the others.
     """
     loss_weights = LossWeights(
         config.kl, config.entropy, config.constraint, config.loss, num_steps=num_steps,
@@ -120,13 +102,19 @@ def make_objective(
         config.objectives, config.overlong, max_tokens=answer_limit(config), correct=config.reward.correct
     )
     reward_rules.restore(controls.get("scores", {}))
-    return Objective(
+    objective = Objective(
         config.advantage, config.loss, max_lag=largest_max_lag(config), max_new_tokens=answer_limit(config),
         regularizers=Regularizers(config.kl, config.constraint, config.loss, loss_weights, config.distill),
         reward_rules=reward_rules, filter_truncated=config.filter.truncated, steps_per_batch=steps_per_batch(config),
         leave_out=leaves_out(config.learner.skip_zero_advantage, staleness),
         group_mask=group_mask(config.filter, trained_scores(config)),
     )
+    _check_inference_budget(config, objective)
+    shadows = make_shadows(
+        config.shadow.algorithms, objective, config.kl, config.constraint, max_lag=largest_max_lag(config),
+        num_minibatches=config.learner.num_minibatches, distill=config.distill,
+    )
+    return objective, shadows
 
 
 def make_staleness(config: Config, controls: Mapping[str, Any]) -> StalenessControl:
@@ -146,6 +134,21 @@ def leaves_out(wish: SkipZeroAdvantage, staleness: StalenessControl) -> LeaveOut
         return LeaveOut.NOTHING
     needed = wish is SkipZeroAdvantage.auto and staleness.reads_ratios
     return LeaveOut.BACKWARD if needed else LeaveOut.PASS
+
+
+def _check_inference_budget(config: Config, objective: Objective) -> None:
+    budget = config.learner.max_inference_tokens_per_device
+    if budget is None:
+        return
+    need(
+        config.critic.kind is CriticKind.model or not objective.has_critic,
+        f"learner.max_inference_tokens_per_device={budget} is not for critic.kind=head, which keeps the states of the "
+        "micro-batches that are trained: set critic.kind=model, or leave it out",
+    )
+    need(
+        bool(objective.needs) or objective.leave_out is LeaveOut.BACKWARD or config.trust.audit_share > 0.0,
+        f"learner.max_inference_tokens_per_device={budget} does nothing: these settings make no pass without gradient",
+    )
 
 
 def load_networks(
@@ -223,14 +226,6 @@ def _restore_auxiliary(checkpoint: Checkpoint, networks: Networks, *, reference_
         reference.restore(checkpoint.shards())  # not in the checkpoint of a run that only now lets it move
 
 
-def lone_trainer(config: Config) -> tuple[Trainer, StalenessControl, Path]:
-    """A trainer without a hub; what steers it; and the folder of the model it starts from. Raises ConfigError."""
-    check_models(config, log.info)
-    check_losses(config)
-    model_dir = Path(str(config.policy.model_path))
-    return *steered_trainer(config, model_dir), model_dir
-
-
 def steered_trainer(config: Config, model_dir: Path) -> tuple[Trainer, StalenessControl]:
     """A trainer at version 0 in this process alone, and the staleness control that steers it."""
     torch.manual_seed(config.run.seed)
@@ -245,5 +240,5 @@ def save_policy(config: Config, trainer: Trainer, model_dir: Path, folder: Path)
     lora = config.policy.lora if config.policy.lora.rank is not None else None
     return export_model(
         trainer.networks.policy, model_dir, folder, trainer.ranks, lora=lora, dtype=trainer.settings.wire_dtype,
-        chat_template=template_text(used_template(config.data)),
+        chat_template=template_of_settings(used_template(config.data)),
     )

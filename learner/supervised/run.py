@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from envs.data.chat_template import template_of_settings
 from envs.data.dataset import Dataset, Mixture, open_dataset
 from envs.data.shapes import tool_schemas
 from learner.checkpoint.checkpoint import ResumeState, checkpoint_home, find_resume_state
@@ -37,7 +38,7 @@ from learner.record.memory import memory_profiled
 from learner.record.profile import profiled
 from learner.record.recorder import Recorder
 from learner.setup.model_hub import find_models
-from learner.setup.preflight import check_folders, template_text
+from learner.setup.preflight import check_folders
 from learner.setup.publishing import background_of
 from learner.setup.trainer import load_networks
 from learner.sources.skipped import SkippedSteps
@@ -295,7 +296,7 @@ def check_start(config: Config, kind: str) -> None:
     side_limit(config, kind)
     if kind == "dpo":
         check_losses(config.dpo, config.reference)
-    config.data.chat_template = template_text(config.data.chat_template)
+    config.data.chat_template = template_of_settings(config.data.chat_template)
     models = {"policy.model_path": config.policy, "reference.model_path": config.reference}
     find_models(models, log.info, allow=config.actors.allow)
     check_folders(config, log.info)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from learner.setup.trainer import lone_trainer, save_policy
+from learner.setup.preflight import check_losses, check_models
+from learner.setup.trainer import save_policy, steered_trainer
 from learner.sources.recorded import RecordedBatches
 from streamrl.api.overrides import words_of
 from streamrl.config.load import load_config
 from streamrl.messages import Group, Member, MemberStatus, Outcome, ReturnReason, Sampling, Span, Turn
 from streamrl.messages.codec import encode, pack_ids, pack_logprobs
+
+log = logging.getLogger("streamrl.learner")
 
 
 class Trainer:
@@ -34,7 +38,10 @@ class Trainer:
 
     def __init__(self, model: str | os.PathLike[str], overrides: Sequence[str] = (), **settings: Any) -> None:
         self._config = load_config([*overrides, *words_of({"policy__model_path": model, **settings})])
-        self._trainer, self._staleness, self._model_dir = lone_trainer(self._config)
+        check_models(self._config, log.info)
+        check_losses(self._config)
+        self._model_dir = Path(str(self._config.policy.model_path))
+        self._trainer, self._staleness = steered_trainer(self._config, self._model_dir)
 
     @property
     def version(self) -> int:

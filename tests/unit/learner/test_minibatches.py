@@ -21,12 +21,12 @@ from learner.objective.loss import policy_term
 from learner.objective.objective import Objective
 from learner.objective.token_batch import LagPolicy
 from learner.ranks.mesh import Ranks
-from learner.setup.trainer import _check_inference_budget
+from learner.setup.preflight import check_losses
 from learner.trainer import Callbacks, Trainer, TrainerSettings
 from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, Config, LossConfig, OptimizerConfig, PublishWhen
 from streamrl.errors import ConfigError
-from tests.kit.learning import batch, make_objective, plan_of
+from tests.kit.learning import batch, plan_of
 
 K, E, VERSION, LR, CAP = 2, 2, 5, 5e-3, 5.0
 AREAL = LossConfig(
@@ -196,7 +196,7 @@ def test_passes_without_gradient_have_a_budget_of_their_own_which_changes_no_wei
 def test_a_budget_of_passes_without_gradient_that_cannot_work_is_refused(words, said):
     words = ["policy.model_path=here", "learner.max_inference_tokens_per_device=2000", *words]
     with pytest.raises(ConfigError, match=said):
-        _check_inference_budget(config := load_config(words), make_objective(config=config))
+        check_losses(load_config(words))
 
 
 @pytest.mark.shows("learner.num_epochs")

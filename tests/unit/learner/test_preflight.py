@@ -206,6 +206,11 @@ MISTAKES = {
     "two ratios": ([QUICKSTART, "advantage.estimator=clipped_is", "loss.surrogate=ppo_clip"], "leave one of them out"),
     "a kind of KL that is biased here": ([QUICKSTART, "kl.mode=k3"], "use k2_is (or k1_is, k3_is)"),
     "unknown optimizer": ([QUICKSTART, "policy.optimizer.name=adam"], "Did you mean adamw"),
+    "no penalty to scale": ([QUICKSTART, "overlong.scale=2"], "does nothing without overlong.cache_ratio"),
+    "one reward to combine": ([QUICKSTART, "objectives.scale_by_range=true"], "does nothing with objectives.combine"),
+    "a shadow that needs a critic": ([QUICKSTART, "shadow.algorithms=[vtrace]"], "trains no such critic"),
+    "no pass to limit": (
+        [QUICKSTART, "algorithm=dr_grpo", "learner.max_inference_tokens_per_device=512"], "make no pass"),
     "an option that does nothing": ([QUICKSTART, "loss.ewma_decay=0.5"], "does nothing without loss.anchor=ewma"),
 }
 
