@@ -28,6 +28,8 @@ from streamrl.errors import TaskError
 PREFIX = "openenv:"
 FULL_WAIT_S = 0.2
 """Wait between two attempts at a server all of whose sessions are taken."""
+THOUGHT = "</think>"
+"""The end of the model's thoughts, which are no part of its action."""
 OF_EVERY_MODEL = {"metadata", "done", "reward"}
 """Fields that the schema of every action or observation has."""
 
@@ -119,7 +121,8 @@ class OpenEnv:
                 said = (await client.generate(messages)).text
                 messages.append(ChatMessage("assistant", said))
                 try:
-                    found = await _asked(socket, "step", self._task.action_of(said))
+                    answer = said.rpartition(THOUGHT)[2].strip() if THOUGHT in said else said
+                    found = await _asked(socket, "step", self._task.action_of(answer))
                 except _InvalidActionError as error:
                     messages.append(ChatMessage("user", f"This is no action: {error}"))
                     continue

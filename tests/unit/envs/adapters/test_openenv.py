@@ -15,7 +15,7 @@ from tests.unit.actors.fakes import installed_engine, lease, make_runner
 from tests.unit.envs.adapters.fake_openenv import FakeOpenEnvServer
 from tests.unit.envs.adapters.test_interfaces import TOKENIZER, Renderer
 
-TOKENIZER.add_tokens('"')
+TOKENIZER.add_tokens(['"', "<think>", "</think>", "\n"])
 
 pytestmark = pytest.mark.timeout(60)
 TEXT = {"type": "string"}
@@ -63,6 +63,16 @@ def test_answers_are_actions_observations_are_messages_and_each_turn_has_the_rew
     assert [one["data"] for one in steps] == [{"guess": 4}, {"guess": 9}, {"guess": 7}]
     assert [turn.reward for turn in member.turns] == pytest.approx([-0.3, -0.2, 1.0])
     assert member.scores["score"] == pytest.approx(0.5) and member.status == MemberStatus.FINISHED
+
+
+@pytest.mark.parametrize("before", ["<think>4 or {\"guess\": 4}?</think>\n\n", "4?</think>"])
+@pytest.mark.parametrize("form", ["number", "text", "json"])
+def test_a_models_thoughts_are_no_part_of_its_action(before, form):
+    kind = TEXT if form == "text" else {"type": "integer"}
+    with FakeOpenEnvServer(action={"guess": kind}) as server:
+        task = load_task(f"openenv:{server.url}", options={"action": "json"} if form == "json" else {})
+        played(task, before + ('{"guess": 7}' if form == "json" else "7"))
+        assert server.received[1]["data"] == {"guess": "7" if form == "text" else 7}
 
 
 def test_an_episode_that_is_not_over_with_its_last_turn_is_truncated():
