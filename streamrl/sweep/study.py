@@ -57,12 +57,19 @@ class Search:
         from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(logging.WARNING)
+        self._spaces = {key: _distribution(key, axis) for key, axis in axes.items()}
         storage = JournalStorage(JournalFileBackend(str(directory / STORAGE)))
         self._axes, self._directory = axes, directory
+        known = optuna.get_all_study_names(storage)  # the directory may have had another name
         self._study: Study = optuna.create_study(
-            storage=storage, study_name=directory.name, direction=settings.direction.name, load_if_exists=True,
-            pruner=_pruner(settings),
+            storage=storage, study_name=known[0] if known else directory.name, direction=settings.direction.name,
+            load_if_exists=True, pruner=_pruner(settings),
         )
+        if (found := self._study.direction.name.lower()) != settings.direction.name:
+            raise ConfigError(
+                f"sweep.dir={directory} holds a search with sweep.direction={found}, not {settings.direction.name}: "
+                "give the same one, or choose another directory"
+            )
         past = self._study.get_trials(deepcopy=False)
         if any(one.params.keys() != axes.keys() for one in past):
             self._refuse_other_axes()
@@ -84,7 +91,7 @@ class Search:
         elif self._num_left > 0:
             self._num_left -= 1
             try:
-                trial = self._study.ask({key: _distribution(axis) for key, axis in self._axes.items()})
+                trial = self._study.ask(self._spaces)
             except ValueError as error:  # a list of other values
                 self._refuse_other_axes(error)
         else:
@@ -126,11 +133,15 @@ def _pruner(settings: SweepConfig) -> BasePruner:
     return SuccessiveHalvingPruner() if settings.pruner == Pruner.asha else NopPruner()
 
 
-def _distribution(axis: Axis) -> BaseDistribution:
+def _distribution(key: str, axis: Axis) -> BaseDistribution:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if axis.low is None or axis.high is None:
         return CategoricalDistribution(axis.values)
+    if axis.log and axis.low <= 0:
+        raise ConfigError(
+            f"{key} is searched by order of magnitude from {axis.low}: begin above 0, or leave tag(log) out"
+        )
     step = None if axis.log else axis.step  # Optuna takes one of both
     if isinstance(axis.low, int):
         return IntDistribution(axis.low, axis.high, log=axis.log, step=int(step or 1))

@@ -136,14 +136,19 @@ def _axis(override: Override) -> Axis:
     sweep = override._value  # `value()` is for overrides that do not vary
     if isinstance(sweep, IntervalSweep):
         low, high, log = sweep.start, sweep.end, "log" in sweep.tags
-        if not low < high or (log and low <= 0):
+        if not (low < high and math.isfinite(high - low)) or (log and low <= 0):
             above = " above 0" if log else ""
             raise HydraException(f"an interval goes from its smaller end{above} to its larger one, not {low} to {high}")
         if kinds().get(override.get_key_element().lstrip("+"), "").startswith("int"):  # hydra takes 1 for 1.0 here
             low, high = math.ceil(low), math.floor(high)
+            if low > high:
+                raise HydraException(f"no whole number lies from {sweep.start} to {sweep.end}")
         return Axis((), low, high, None, log)
     values = tuple(override.sweep_string_iterator())
+    if not values:
+        raise HydraException("this range holds no value")
     if isinstance(sweep, RangeSweep) and len(values) > 1 and not sweep.shuffle:
-        numbers = [type(sweep.start)(value) for value in values]
+        whole = all(value.lstrip("-").isdigit() for value in values)  # range(0,1,0.1) begins with 0.0
+        numbers = [int(value) if whole else float(value) for value in values]
         return Axis(values, min(numbers), max(numbers), abs(sweep.step), "log" in sweep.tags)
     return Axis(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from pathlib import Path
 
 import pytest
 
@@ -111,6 +112,33 @@ def test_a_search_does_not_go_on_with_other_values(tmp_path, axes):
 
     with pytest.raises(ConfigError, match="holds a search of other settings or values"):
         search(tmp_path, axes).next()
+
+
+@pytest.mark.parametrize("low", [0, -2, 0.0, -0.5])
+def test_a_range_by_order_of_magnitude_begins_above_zero(tmp_path, low):
+    with pytest.raises(ConfigError, match=r"a is searched by order of magnitude from .*: begin above 0"):
+        search(tmp_path, {"a": Axis((str(low), "4"), low, type(low)(4), 1, log=True)})
+
+
+def test_a_search_goes_on_in_a_directory_that_got_another_name(tmp_path, monkeypatch):
+    (tmp_path / "old").mkdir()
+    before = search(tmp_path / "old", num_trials=2)
+    number, words = before.next()
+    before.report_end(number, 0.5, pruned=False)
+    (tmp_path / "old").rename(tmp_path / "new")
+    monkeypatch.chdir(tmp_path / "new")
+
+    for directory in (tmp_path / "new", Path(), Path("../new/.")):
+        after = search(directory, num_trials=2)
+        assert [(one.number, one.value) for one in after._study.get_trials()] == [(0, 0.5)]
+    number, others = after.next()
+    assert number == 1 and others != words and after.next() is None
+
+
+def test_a_search_does_not_go_on_in_the_other_direction(tmp_path):
+    search(tmp_path)
+    with pytest.raises(ConfigError, match=r"sweep\.direction=maximize, not minimize: give the same one"):
+        search(tmp_path, direction=SweepDirection.minimize)
 
 
 @pytest.mark.shows("sweep.sampler")
