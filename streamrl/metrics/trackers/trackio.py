@@ -26,8 +26,10 @@ class TrackioSink(WandbSink):
         self._of = run
 
     def log_config(self, config: Mapping[str, Any]) -> None:
+        # It knows runs by their names, and another run's directory, as in another sweep, may have had the same one.
+        resume = "never" if self._of.resume_step is None else "allow"
         self._run = self._library.init(
-            project=self._of.project, name=self._of.run_dir.resolve().name, config=dict(config), resume="allow",
+            project=self._of.project, name=self._of.run_dir.resolve().name, config=dict(config), resume=resume,
             embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )
 

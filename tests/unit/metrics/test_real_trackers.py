@@ -98,10 +98,15 @@ import sys
 from pathlib import Path
 from tests.unit.metrics.test_real_trackers import record
 name, run_dir = sys.argv[1], Path(sys.argv[2])
+(run_dir.parent / "another").mkdir()
+if name == "trackio":
+    record(name, run_dir.parent / "another" / run_dir.name, 1)
 places = record(name, run_dir, 1, 2) + record(name, run_dir, 3, resume_step=2)
 if name == "trackio":
     from trackio.sqlite_storage import SQLiteStorage
-    for row in SQLiteStorage.get_logs("project", "run"):
+    another, own = sorted(SQLiteStorage.get_run_records("project"), key=lambda one: one["created_at"])
+    print(len(SQLiteStorage.get_logs("project", "run", run_id=another["id"])), "rows of another run")
+    for row in SQLiteStorage.get_logs("project", "run", run_id=own["id"]):
         print(json.dumps(row))
 print(*places, sep="\\n")
 """
@@ -123,6 +128,7 @@ def test_trackio_keeps_one_run_in_its_own_directory(tmp_path):
     printed = record_elsewhere("trackio", tmp_path / "run", TRACKIO_DIR=str(data))
 
     assert printed.count(f"TRACKIO_DIR='{data}' trackio show --project project") == 2
+    assert "2 rows of another run" in printed, "of the same name"
     rows = [json.loads(line) for line in printed if line.startswith("{")]
     rewards = [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
     assert rewards == [(1, 0.25), (2, 0.5), (3, 0.75)]
