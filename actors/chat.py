@@ -14,6 +14,7 @@ that one of its checkpoints holds, also while it trains:
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import random
 import sys
@@ -91,6 +92,8 @@ def main(words: Sequence[str]) -> int:
         print(__doc__)
         return 0 if {"-h", "--help"} & set(words) else 2
     logging.disable(logging.WARNING)
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a line may come in another encoding
+        sys.stdin.reconfigure(errors="replace")
 
     def talk() -> int:
         source, *rest = with_version(words)

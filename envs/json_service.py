@@ -13,6 +13,14 @@ MAX_CONNECTING = 512
 """Connections that are not yet accepted: a whole group of answers is scored at once."""
 
 
+async def start_site(runner: web.AppRunner, host: str, port: int, *, backlog: int = MAX_CONNECTING) -> None:
+    """Listen at an address. Raises OSError if it cannot be had, or is none."""
+    try:
+        await web.TCPSite(runner, host, port, backlog=backlog).start()
+    except (OverflowError, UnicodeError) as error:  # of a port, and of a name
+        raise OSError(str(error)) from error
+
+
 @asynccontextmanager
 async def listening(
     answer: Callable[[web.Request, Any], Awaitable[tuple[int, Any]]], host: str, port: int, *, max_bytes: int
@@ -36,7 +44,7 @@ async def listening(
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, backlog=MAX_CONNECTING).start()
+        await start_site(runner, host, port)
         yield runner.addresses[0][:2]
     finally:
         await runner.cleanup()

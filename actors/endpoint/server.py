@@ -48,6 +48,7 @@ from actors.endpoint.reading import checked
 from actors.endpoint.sessions import Session, Sessions
 from actors.trajectory.client import off_loop
 from actors.trajectory.rules import PromptTooLongError
+from envs.json_service import start_site
 from envs.reward_values import as_step
 from streamrl.config.addresses import is_loopback
 from streamrl.errors import EngineError, EpisodeFullError, TaskError
@@ -158,9 +159,8 @@ async def serve(
         app.add_routes(Control(sessions).routes())
     runner = web.AppRunner(app, access_log=None, logger=_quiet(), handle_signals=False, shutdown_timeout=1.0)
     await runner.setup()
-    site = web.TCPSite(runner, host, port, backlog=MAX_CONNECTING)
     try:
-        await site.start()
+        await start_site(runner, host, port, backlog=MAX_CONNECTING)
     except OSError:
         await runner.cleanup()
         raise

@@ -13,9 +13,12 @@ import pytest
 
 from actors.endpoint.access import BODY_S
 from actors.endpoint.endpoint import Endpoint
+from actors.endpoint.server import serve
+from actors.endpoint.sessions import Sessions
 from actors.rollout import run_group, sendable
 from actors.settings import make_endpoint
 from envs.agents.task import function_agent
+from envs.json_service import listening
 from envs.registry import task_of
 from streamrl.config.load import load_config, to_plain
 from streamrl.environment import AgentSession
@@ -478,6 +481,15 @@ async def test_sessions_have_the_address_that_is_set():
                 with pytest.raises(EngineError, match="cannot be had"):
                     await make_endpoint(settings(bind)).session(SimpleNamespace(full="")).__aenter__()
         await endpoint.close()
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("127.0.0.1", -1), ("..", 0), ("é" * 80, 0)])
+async def test_an_address_that_is_none_cannot_be_had(host, port):
+    with pytest.raises(OSError, match="port must be|label"):
+        await serve(Sessions(), host, port)
+    with pytest.raises(OSError, match="port must be|label"):
+        async with listening(None, host, port, max_bytes=9):
+            pass
 
 
 def test_a_hub_may_not_name_an_agent_that_the_actor_does_not_allow():

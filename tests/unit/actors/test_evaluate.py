@@ -4,7 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from actors.chat import answer, with_version
+from actors.chat import _read, answer, with_version
 from actors.chat import main as chat
 from actors.evaluate import Progress, evaluate, main, summary, text_of
 from actors.local_policy import find_model, local_config, open_policy
@@ -178,6 +178,18 @@ def test_versions_of_a_run_talk_differently_and_are_evaluated(trained, tmp_path,
     write_evaluations(trained, [(0, "", 0.1), (2, "", 0.3), (4, "", 0.9)])
     result = answers_of(f"{trained}@best", tmp_path)[2]
     assert result["model"] == f"{trained}@4" and result["num_prompts"] == 3
+
+
+def test_a_line_in_another_encoding_is_read(monkeypatch):
+    heard = []
+
+    async def run(source, words):
+        heard.append(_read())
+        return 0
+
+    monkeypatch.setattr("actors.chat.run", run)
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO("é\n".encode("latin-1")), "utf-8"))
+    assert chat(["model"]) == 0 and heard == ["\ufffd"]
 
 
 @pytest.mark.parametrize("words", [["run", "--version"], ["run", "--version", "new"], ["--version", "4"]])
