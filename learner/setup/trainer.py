@@ -106,7 +106,7 @@ def make_objective(
         config.advantage, config.loss, max_lag=largest_max_lag(config), max_new_tokens=answer_limit(config),
         regularizers=Regularizers(config.kl, config.constraint, config.loss, loss_weights, config.distill),
         reward_rules=reward_rules, filter_truncated=config.filter.truncated, steps_per_batch=steps_per_batch(config),
-        leave_out=leaves_out(config.learner.skip_zero_advantage, staleness),
+        leave_out=leaves_out(config.learner.skip_zero_advantage, staleness, shadows=bool(config.shadow.algorithms)),
         group_mask=group_mask(config.filter, trained_scores(config)),
     )
     _check_inference_budget(config, objective)
@@ -128,11 +128,11 @@ def make_staleness(config: Config, controls: Mapping[str, Any]) -> StalenessCont
     return staleness
 
 
-def leaves_out(wish: SkipZeroAdvantage, staleness: StalenessControl) -> LeaveOut:
-    """The passes that trajectories without a gradient go without, as far as the control allows it."""
+def leaves_out(wish: SkipZeroAdvantage, staleness: StalenessControl, *, shadows: bool = False) -> LeaveOut:
+    """The passes that trajectories without a gradient go without, as far as the control and shadows allow it."""
     if wish is SkipZeroAdvantage.never:
         return LeaveOut.NOTHING
-    needed = wish is SkipZeroAdvantage.auto and staleness.reads_ratios
+    needed = wish is SkipZeroAdvantage.auto and (staleness.reads_ratios or shadows)
     return LeaveOut.BACKWARD if needed else LeaveOut.PASS
 
 

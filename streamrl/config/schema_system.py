@@ -81,8 +81,8 @@ class LearnerConfig:
     `policy.dtype`; moments and gradients stay sharded."""
     skip_zero_advantage: SkipZeroAdvantage = SkipZeroAdvantage.auto
     """Make no pass over trajectories that cannot change the gradient, as in groups of equal rewards: `auto`, or only a
-    forward pass if a control reads their ratios (`staleness.adaptive`, `policy.scheduler.ess_rule` ...); `always`
-    (controls then see the other trajectories alone); or `never`. Where a KL or entropy term or a critic reads them,
+    forward pass if a control or a shadow reads their ratios (`staleness.adaptive`, `shadow.algorithms` ...); `always`
+    (these then see the other trajectories alone); or `never`. Where a KL or entropy term or a critic reads them,
     they keep both passes."""
     gradient_cosine: bool = False
     """Measure how far each step's gradient points along that of the step before (`policy/grad_cosine`), which old data

@@ -15,7 +15,7 @@ from learner.objective.options import surrogate_options, vanishes_at_zero
 from learner.objective.regularizers import LossWeights, Regularizers
 from learner.objective.token_batch import LagPolicy
 from learner.ranks.mesh import Ranks
-from learner.setup.trainer import leaves_out, make_staleness
+from learner.setup.trainer import make_objective, make_staleness
 from streamrl.algorithms import Correction, CorrectionSpec, find_surrogate
 from streamrl.algorithms.registry import SURROGATE_ENTRIES
 from streamrl.algorithms.types import TokenLoss
@@ -222,11 +222,25 @@ def test_a_correction_that_reads_the_whole_micro_batch_keeps_every_trajectory(mo
 
 
 @pytest.mark.parametrize("name", SURROGATE_ENTRIES)
-def test_the_shipped_surrogates_have_no_loss_without_advantage(name):
+def test_the_shipped_surrogates_but_a_regression_have_no_loss_without_advantage(name):
     loss = LossConfig(surrogate=name)
     found = vanishes_at_zero(find_surrogate(name), surrogate_options(loss))
 
-    assert found is (SURROGATE_ENTRIES[name].fit is None)
+    assert found is (SURROGATE_ENTRIES[name].fit is None and name != "oapl")
+
+
+@pytest.mark.parametrize("name", SURROGATE_ENTRIES)
+def test_no_surrogate_loses_a_gradient_with_the_trajectories_that_are_left_out(checkpoints, name):
+    policy, rows, entry = load_policy(checkpoints["qwen3-tied"]), rows_with_idle_groups(), find_surrogate(name)
+    loss = LossConfig(
+        surrogate=name, clip_low=0.05, clip_high=0.05, dual_clip=None, allow_uncorrected=True, veto_low=None,
+        avg_level="seq-mean-token-mean" if entry.whole_row else "token-mean",
+    )
+    if entry.fit is None:
+        (_, expected, *_), (_, gradients, *_) = (trained(policy, made(out, loss=loss), rows) for out in (False, True))
+        torch.testing.assert_close(gradients, expected, atol=1e-5, rtol=1e-4)
+        assert any(gradient.any() for gradient in gradients)
+    assert made(True, loss=loss).leave_out is (LeaveOut.NOTHING if name in ("oapl", "m2po") else LeaveOut.PASS)
 
 
 def test_a_surrogate_with_a_term_of_its_own_keeps_every_trajectory(monkeypatch):
@@ -250,6 +264,7 @@ def test_a_surrogate_with_a_term_of_its_own_keeps_every_trajectory(monkeypatch):
         (("staleness.adaptive.enabled=true",), LeaveOut.BACKWARD),
         (("policy.scheduler.ess_rule=sqrt",), LeaveOut.BACKWARD),
         (("publish.when=drift",), LeaveOut.BACKWARD),
+        (("shadow.algorithms=[oapl]",), LeaveOut.BACKWARD),  # whose gradient such tokens have
         (("loss.zscore_bound=3",), LeaveOut.BACKWARD),
         (("loss.opsm_delta=0.5", "loss.opsm_when=always"), LeaveOut.PASS),
         (("loss.opsm_delta=0.5", "loss.opsm_when=over_budget"), LeaveOut.BACKWARD),
@@ -261,6 +276,6 @@ def test_a_control_that_reads_ratios_keeps_their_tokens_unless_told_otherwise(wo
     found = []
     for wish in ("auto", "always", "never"):
         config = config_of(*plain, *words, f"learner.skip_zero_advantage={wish}")
-        found.append(leaves_out(config.learner.skip_zero_advantage, make_staleness(config, {})))
+        found.append(make_objective(config, make_staleness(config, {}), {}, num_steps=0).leave_out)
 
     assert found == [auto, LeaveOut.PASS, LeaveOut.NOTHING]
