@@ -146,10 +146,10 @@ def measure_split(meter: Meter, tokens: TokenBatch, mismatches: Mapping[int, Ten
             meter.add("drift/audited_policy", float(moved.square().mean()), count)
 
 
-def measure_traces(meter: Meter, tokens: TokenBatch, *, lam: float, c_bar: float) -> Reading:
-    """Effective trace length of V-trace: how many later tokens still reach a token's advantage."""
+def measure_traces(meter: Meter, tokens: TokenBatch, **knobs: float) -> Reading:
+    """Effective trace length of V-trace with these knobs: how many later tokens still reach a token's advantage."""
     log_ratios, mask = yield tokens.log_ratios, tokens.mask
-    lengths, counts = trace_length(log_ratios, mask, lam=lam, c_bar=c_bar), mask.sum(1)
+    lengths, counts = trace_length(log_ratios, mask, **knobs), mask.sum(1)
     lengths, counts = lengths[counts > 0].double(), counts[counts > 0]
     if lengths.numel():
         means = {"trace/length": lengths.mean(), "trace/fraction": (2.0 * lengths / (counts + 1)).mean()}

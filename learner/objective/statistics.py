@@ -131,7 +131,8 @@ class StepStatistics:
             measure_split(self._meter, tokens, self.agreements.mismatches),
         ]
         if {"lam", "c_bar"} <= estimator.knobs and not estimator.of_segments:  # a trace from token to token
-            readings.append(measure_traces(self._meter, tokens, lam=advantage.lam, c_bar=advantage.c_bar))
+            own = {name: value for name, value in advantage.options.items() if name in ("trace_temperature", "leak")}
+            readings.append(measure_traces(self._meter, tokens, lam=advantage.lam, c_bar=advantage.c_bar, **own))
         read_at_once(*readings)
 
     # --- single trajectories ------------------------------------------------------------------------------------

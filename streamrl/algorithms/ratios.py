@@ -61,18 +61,20 @@ def row_log_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def trace_length(
-    log_ratios: Tensor, mask: Tensor, *, lam: float = 1.0, c_bar: float = 1.0, trace_temperature: float = 1.0
+    log_ratios: Tensor, mask: Tensor, *, lam: float = 1.0, c_bar: float = 1.0, trace_temperature: float = 1.0,
+    leak: float = 1.0,
 ) -> Tensor:
     """Mean over start tokens s of `sum_{t>=s} prod_{i=s..t} c_i`, in tokens; [B], 0 for an empty row.
 
-    `c = lam min(c_bar, exp(ell / trace_temperature))`; all c = 1 gives (n + 1) / 2. A short trace means that early
-    tokens see only the critic, or nothing without one.
+    `c = lam min(c_bar, exp(ell / trace_temperature))`, of which `leak` is the part that is truncated, as in `vtrace`;
+    all c = 1 gives (n + 1) / 2. A short trace means that early tokens see only the critic, or nothing without one.
     """
     require(0.0 <= lam <= 1.0, f"lam={lam} must lie in [0, 1]")
     require(c_bar > 0.0, f"c_bar={c_bar} must be positive")
     require(trace_temperature > 0.0, f"trace_temperature={trace_temperature} must be positive")
     log_ratios = read_log_ratios(mask, log_ratios)
-    traces = lam * (log_ratios / trace_temperature).exp().clamp(max=c_bar)
+    ratio = (log_ratios / trace_temperature).exp()
+    traces = lam * torch.lerp(ratio, ratio.clamp(max=c_bar), leak)
     decays = torch.where(mask, traces, torch.ones_like(traces))
     # L_s = c_s (1 + L_{s+1})
     lengths = suffix_scan(only(mask, traces), decays, log_ratios.new_zeros(log_ratios.shape[0]))

@@ -158,7 +158,8 @@ def segments(log_ratios, rewards, values, ids, bootstrap, gamma, *, lam, rho_bar
     return token_targets, token_advantages
 
 
-def trace_length(log_ratios, *, lam, c_bar, kappa):
+def trace_length(log_ratios, *, lam, c_bar, kappa, leak):
     n = len(log_ratios)
-    c = [lam * min(c_bar, math.exp(clamp(x) / kappa)) for x in log_ratios]
+    rhos = [math.exp(clamp(x) / kappa) for x in log_ratios]
+    c = [lam * ((1 - leak) * rho + leak * min(c_bar, rho)) for rho in rhos]
     return sum(sum(prod(c[s : t + 1]) for t in range(s, n)) for s in range(n)) / n if n else 0.0

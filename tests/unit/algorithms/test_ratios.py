@@ -122,14 +122,16 @@ def test_the_report_is_its_definitions(seed):
 
 
 @each("seed", SEEDS)
-@pytest.mark.parametrize("lam, c_bar, kappa", [(1.0, 1.0, 1.0), (0.9, 1.5, 1.0), (1.0, 1.0, 4.0)])
-def test_trace_length_is_its_double_sum(lam, c_bar, kappa, seed):
+@pytest.mark.parametrize("lam, c_bar, kappa, leak", [
+    (1.0, 1.0, 1.0, 1.0), (0.9, 1.5, 1.0, 1.0), (1.0, 1.0, 4.0, 1.0), (0.9, 1.0, 2.0, 0.7), (1.0, 1.0, 1.0, 0.0),
+])
+def test_trace_length_is_its_double_sum(lam, c_bar, kappa, leak, seed):
     rows = random_rows(seed)
 
-    fast = alg.trace_length(rows.log_ratios, rows.mask, lam=lam, c_bar=c_bar, trace_temperature=kappa)
+    fast = alg.trace_length(rows.log_ratios, rows.mask, lam=lam, c_bar=c_bar, trace_temperature=kappa, leak=leak)
 
     expected = [
-        slow.trace_length(log_ratios, lam=lam, c_bar=c_bar, kappa=kappa)
+        slow.trace_length(log_ratios, lam=lam, c_bar=c_bar, kappa=kappa, leak=leak)
         for (log_ratios,) in action_lists(rows, "log_ratios")
     ]
     assert fast.tolist() == pytest.approx(expected)
