@@ -16,6 +16,7 @@ from streamrl.config.schema import (
     PublishWhen,
     SamplingConfig,
     SplitConfig,
+    StalenessConfig,
     StalenessMode,
 )
 from streamrl.errors import ConfigError
@@ -140,7 +141,7 @@ def _check_ranges(config: Config) -> None:
         "filter.refill=false does nothing without a filter: set filter.zero_std=true or filter.accuracy_range too",
     )
     _check_train_sampling(config.rollout.train.sampling)
-    _check_train_split(config.rollout.train)
+    _check_train_split(config.rollout.train, config.distill.teacher)
     _need(
         not config.objectives.divide_by_std or config.advantage.scale == "none",
         f"objectives.divide_by_std=true does nothing with advantage.scale={config.advantage.scale}, which divides the "
@@ -170,7 +171,7 @@ def _check_train_sampling(sampling: SamplingConfig) -> None:
     )
 
 
-def _check_train_split(train: SplitConfig) -> None:
+def _check_train_split(train: SplitConfig, teacher: str | None) -> None:
     temperatures, top_p, final = train.member_temperatures, train.member_top_p, train.final_temperature
     _need(
         all(one > 0 for one in temperatures),
@@ -189,6 +190,12 @@ def _check_train_split(train: SplitConfig) -> None:
         final is None or not (temperatures or top_p),
         f"rollout.train.final_temperature={final} moves one temperature, and rollout.train.member_temperatures or "
         "member_top_p give each member of a group its own sampling: leave one of them out",
+    )
+    others = {*temperatures, *([] if final is None else [final])} - {1.0}
+    _need(
+        "://" not in str(teacher) or not others,
+        f"distill.teacher={teacher} tells log-probs at temperature 1 only, and rollout.train.member_temperatures or "
+        f"final_temperature sample at {sorted(others)}: leave these out, or give the teacher's checkpoint",
     )
 
 
@@ -334,6 +341,11 @@ def _check_mode(config: Config) -> None:
             staleness.hard_max_lag is None,
             f"staleness.hard_max_lag={staleness.hard_max_lag} does nothing with staleness.mode={mode.name}: set "
             "staleness.mode=reweight, or use staleness.max_lag",
+        )
+        _need(
+            staleness.decay == StalenessConfig().decay,
+            f"staleness.decay={staleness.decay} does nothing with staleness.mode={mode.name}: set "
+            "staleness.mode=reweight, or leave it out",
         )
 
 

@@ -18,6 +18,8 @@ from tests.unit.config.setting_harness import config_of
         (("staleness.mode=reweight", "staleness.max_lag=1", "staleness.decay=1"), "1 would do nothing"),
         (("staleness.mode=reweight", "staleness.max_lag=0", "staleness.hard_max_lag=1"), "raise hard_max_lag"),
         (("staleness.hard_max_lag=9",), "staleness.mode=reweight"),
+        (("staleness.decay=0.9",), "staleness.decay=0.9 does nothing with staleness.mode=drop: set staleness.mode=rew"),
+        (("staleness.mode=mask_old_tokens", "staleness.decay=0"), "does nothing with staleness.mode=mask_old_tokens"),
         (("staleness.adaptive.enabled=true", "staleness.adaptive.max_eta=1"), "must lie around staleness.eta=2"),
         (("staleness.adaptive.enabled=true", "staleness.adaptive.rule=fixed", "staleness.adaptive.breaker=false"),
          "does nothing: choose a part of it"),

@@ -227,6 +227,9 @@ def test_the_temperature_moves_from_batch_to_batch_of_groups():
     (("rollout.train.member_top_p=[1.5]",), "above 0 and at most 1"),
     (("rollout.train.member_top_p=[0.5]", "rollout.train.final_temperature=1", "rollout.train.num_annealing_steps=5"),
      "leave one of them out"),
+    (("distill.teacher=http://host:1/v1", "rollout.train.member_temperatures=[1,0.5]"), r"sample at \[0.5\]"),
+    (("distill.teacher=http://host:1/v1", "rollout.train.final_temperature=0.8",
+      "rollout.train.num_annealing_steps=5"), r"temperature 1 only, .* sample at \[0.8\]: leave these out"),
 ])
 def test_samplings_that_contradict_each_other_are_refused(words, said):
     with pytest.raises(ConfigError, match=said):
