@@ -52,8 +52,8 @@ def majority(scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]
             counts = Counter(some_answers)
             most = max(counts.values())
             best = {answer for answer, count in counts.items() if count == most}
-            by_answer = dict(zip(some_answers, some_scores, strict=True))
-            values.append(fmean(by_answer[answer] for answer in best))
+            pairs = zip(some_answers, some_scores, strict=True)  # equal ones may differ in a score for their form
+            values.append(fmean(score for answer, score in pairs if answer in best))
     return _estimate(values)
 
 

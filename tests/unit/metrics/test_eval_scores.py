@@ -37,6 +37,8 @@ def test_the_majority_answer_counts_and_ties_share():
     assert majority([[1.0, 0.0, 0.0]], [["4", "5", "5"]]).value == 0.0
     assert majority([[1.0, 1.0, 0.0]], [["4", "4", "5"]]).value == 1.0
     assert majority([[1.0, 0.0]], [["4", "5"]]).value == 0.5
+    for scores in ([1.0, 0.0, 0.0], [0.0, 1.0, 0.0]):  # one of the two equal answers had another form
+        assert majority([scores], [["4", "4", "5"]]).value == 0.5
 
 
 def test_the_estimates_of_an_evaluation_have_the_names_that_people_know():
