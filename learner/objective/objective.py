@@ -112,8 +112,8 @@ class Objective:
     def _may_leave_out(self) -> bool:
         """The loss of a token without advantage is 0 and nothing else reads it."""
         # What a scoring pass measures depends on the whole batch. A mask by ratio is not known before the pass.
-        # A normalized correction divides by the mean weight of a micro-batch, and a user's may read all of it.
-        whole = self.correction.normalize or self.correction.function is not None
+        # A user's correction may read all of a micro-batch.
+        whole = self.correction.function is not None
         reads = bool(self.needs) or whole or self.regularizers.reads_every_token
         reads |= self.advantage.by is AdvantageBy.agent  # known of whole trajectories is a mean, 0 for a game of two
         return not reads and vanishes_at_zero(self.surrogate, surrogate_options(self.loss))

@@ -300,6 +300,9 @@ ALGORITHM_RULES: tuple[Unused | Need, ...] = (
     Need(lambda c: c.correction.surrogate in (None, c.loss.surrogate),
          "loss.correction={loss.correction!r} belongs to loss.surrogate={correction.surrogate!r}, not "
          "{loss.surrogate!r}."),
+    Need(lambda c: not c.correction.normalize,
+         "loss.correction={loss.correction!r} has normalize=True: it divides by the mean weight of a micro-batch, so "
+         "that the loss would depend on how a batch is cut into these; leave it at False."),
     Need(lambda c: c.correction.mode != "decoupled" or c.anchor not in ("behavior", "none"),
          "loss.correction={loss.correction!r} weighs pi_prox/mu and needs " + _PROXIMAL + "."),
     Unused("loss", ("anchor",), lambda c: not c.surrogate.takes_anchor, "with loss.surrogate={loss.surrogate!r}"),

@@ -1,6 +1,7 @@
 """The objective: each setting moves the loss as its formula says, and no split of the batch moves it at all."""
 
 import math
+import sys
 from dataclasses import replace
 
 import msgspec
@@ -11,7 +12,7 @@ import torch
 from learner.data.packing import pack
 from learner.objective.objective import Objective
 from learner.objective.token_batch import LagPolicy, PassOutputs
-from streamrl.algorithms import SURROGATE_ENTRIES, SURROGATES
+from streamrl.algorithms import SURROGATE_ENTRIES, SURROGATES, CorrectionSpec
 from streamrl.config.load import load_config
 from streamrl.config.schema import AdvantageConfig, LossConfig, OpsmWhen
 from streamrl.errors import ConfigError, ContentError
@@ -213,6 +214,29 @@ def test_critic_free_vtrace_gives_each_token_the_truncated_product_of_the_ratios
         suffix = torch.stack([steps[t + 1 :].prod() for t in range(len(ratio))])
         torch.testing.assert_close(grad, -suffix * advantage / n, atol=1e-6, rtol=1e-4)
     assert 0 < stats["trace/fraction"] < 1
+
+
+@pytest.mark.parametrize(("options", "fraction"), [({"trace_temperature": 1e6}, 1.0), ({"leak": 0.0}, None)])
+def test_the_length_of_traces_is_that_of_the_options_which_lengthen_them(options, fraction):
+    rows = batch()
+    values = [torch.zeros(row.num_action_tokens) for row in rows]
+    plain, longer = (
+        run(rows, AdvantageConfig(estimator="vtrace", options=given), REINFORCE, values=values)[3]["trace/fraction"]
+        for given in ({}, options)
+    )
+    assert longer > plain + 0.05 and (fraction is None or longer == pytest.approx(fraction, abs=1e-4))
+
+
+@pytest.mark.parametrize("weight", ["token", "sequence"])
+def test_a_correction_that_would_depend_on_how_the_batch_is_cut_is_refused(monkeypatch, weight):
+    loss = LossConfig(surrogate="reinforce", correction=f"{__name__}:OWN", dual_clip=None)
+    spec = CorrectionSpec(mode="bypass", surrogate="reinforce", weight=weight)
+    monkeypatch.setattr(sys.modules[__name__], "OWN", spec, raising=False)
+    whole, cut = (run(batch(), loss=loss, max_tokens=size)[0] for size in (10_000, 25))
+    assert cut == pytest.approx(whole, rel=1e-4)
+    monkeypatch.setattr(sys.modules[__name__], "OWN", replace(spec, normalize=True))
+    with pytest.raises(ConfigError, match=r"OWN' has normalize=True.*leave it at False"):
+        run(batch(), loss=loss)
 
 
 @pytest.mark.shows("advantage.baseline")
