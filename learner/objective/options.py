@@ -114,14 +114,14 @@ def vanishes_at_zero(surrogate: Surrogate, options: Mapping[str, Any]) -> bool:
     if surrogate.fit is not None:
         return False
     # In no row do they cancel: some losses read the ratio of a whole trajectory.
-    log_ratios = torch.tensor([[-20.0, -3.0, -0.4], [-0.05, 0.0, 0.06], [0.4, 3.0, 20.0]])
+    log_ratios = torch.tensor([[-20.0, -3.0, -0.4, 0.0], [-0.4, -0.05, 0.0, 0.05], [0.0, 0.4, 3.0, 20.0]])
     behavior = torch.full_like(log_ratios, -1.5)
     policy = (behavior + log_ratios).requires_grad_()
     proximal = behavior + 0.5 * log_ratios
     found = surrogate({
         "policy_logprobs": policy, "behavior_logprobs": behavior, "proximal_logprobs": proximal,
         "anchor_logprobs": proximal, "advantages": torch.zeros_like(behavior), "bounds": None,
-        "mask": torch.ones_like(behavior, dtype=torch.bool), "lags": torch.arange(9).view(3, 3),
+        "mask": torch.ones_like(behavior, dtype=torch.bool), "lags": torch.arange(12).view(3, 4),
     }, **options).losses
     (slopes,) = torch.autograd.grad(found.sum(), policy, allow_unused=True) if found.requires_grad else (None,)
     return not bool(found.any()) and (slopes is None or not bool(slopes.any()))

@@ -62,7 +62,7 @@ def ok(policy_logprobs, behavior_logprobs, advantages, mask):
 
 SURROGATES = {
     "a scalar": (lambda policy_logprobs: policy_logprobs.sum(), r"a Tensor of \[\] and float32"),
-    "rows": (lambda policy_logprobs: policy_logprobs.sum(1), r"a Tensor of \[1\] and float32"),
+    "rows": (lambda policy_logprobs: policy_logprobs.sum(1), r"a Tensor of \[3\] and float32"),
     "a list": (lambda policy_logprobs: [policy_logprobs], "returned a list"),
     "a pair": (lambda policy_logprobs, mask: (policy_logprobs, none(mask)), "returned a tuple"),
     "a number": (lambda policy_logprobs: 0.0, "returned a float"),
@@ -73,7 +73,7 @@ SURROGATES = {
     "detached": (lambda policy_logprobs: policy_logprobs.detach(), "without a gradient"),
     "clipped as numbers": (
         lambda policy_logprobs: TokenLoss(policy_logprobs, torch.zeros_like(policy_logprobs)),
-        r"`clipped` that is a Tensor of \[1, 9\] and float32"),
+        r"`clipped` that is a Tensor of \[3, 4\] and float32"),
     "clipped of another shape": (
         lambda policy_logprobs: TokenLoss(policy_logprobs, torch.zeros(3, dtype=torch.bool)),
         r"`clipped` that is a Tensor of \[3\] and bool"),
