@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import NoReturn
@@ -57,6 +57,11 @@ from streamrl.messages import EVAL_BIT, Group, Limits, Member, MemberStatus, Out
 from streamrl.messages.codec import unpack_ids, unpack_logprobs
 
 LARGEST_SET = (1 << 16) - 1
+
+
+def sound(stats: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of an actor about itself that can be added up; a NaN, or what is negative or endless, is left out."""
+    return {name: value for name, value in stats.items() if 0.0 <= value <= LARGEST_STAT}
 
 
 def is_truncated(sampling: Sampling) -> bool:
@@ -92,6 +97,8 @@ MAX_MAGNITUDE = 1e12
 large that squares overflow float32 in the learner."""
 PART_BYTES = 1 << 15
 """Of token ids that are checked together."""
+LARGEST_STAT = 1e18
+"""Of an actor's numbers of itself: counts, seconds, bytes."""
 
 
 class VersionTokens(Struct, array_like=True, frozen=True, gc=False):

@@ -9,6 +9,7 @@ from pathlib import Path
 from streamrl.errors import ControlError
 from streamrl.messages import FINISHED_AT, TO_HUB, Group, Manifest, Member, MemberStatus
 from streamrl.messages.codec import Decoder
+from streamrl.messages.validate import sound
 from streamrl.metrics.run_record import starts_of
 from streamrl.stream.records import (
     BatchCut,
@@ -199,7 +200,7 @@ class LoggedGroup:
     @property
     def finished_at(self) -> float | None:
         """Seconds since 1970 by the clock of its actor; None if it did not say."""
-        return self.group.stats.get(FINISHED_AT) if self.group is not None else None
+        return sound(self.group.stats).get(FINISHED_AT) if self.group is not None else None
 
     def prompt_ids(self, member: Member) -> bytes:
         """Equal prompts are sent once, with the first member."""

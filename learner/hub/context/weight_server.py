@@ -20,6 +20,7 @@ import zmq
 from learner.hub.context.settings import HubSettings
 from streamrl.errors import WeightsError
 from streamrl.messages import Base, Installed, InstallSource, Layout, Manifest, Offer, Probed, Publish, VersionRef
+from streamrl.messages.validate import sound
 from streamrl.transport.authentication import Authenticator
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.pull.chunk_server import MAX_PULL_BYTES, ChunkServer, ChunkSocket
@@ -28,6 +29,7 @@ from streamrl.weights.transport import Published, Transport, load_transport
 log = logging.getLogger("streamrl.hub")
 
 NUM_KNOWN_ROOTS = 64
+MOST_NATS = 1e6
 TIMES = ("transfer_s", "verify_s", "pause_s", "install_s")
 
 
@@ -39,6 +41,7 @@ class WeightHealth:
     wrong: VersionRef | None = None  # it named another root for this version
     failed: str = ""  # why it is in quarantine
     needs_score: bool = False  # only log-probs within the tolerance end it
+    linked: bool = True
     mean: float = 0.0
     largest: float = 0.0
 
@@ -60,7 +63,13 @@ class WeightHealthTable:
         found = self._health.get(actor_id)
         if found is None or found.incarnation != incarnation:  # a new process starts with no record
             found = self._health[actor_id] = WeightHealth(incarnation)
+        found.linked = True
         return found
+
+    def away(self, actor_id: str) -> None:
+        """Leave an actor that has no connection out of the metrics; the same process may come back."""
+        if actor_id in self._health:
+            self._health[actor_id].linked = False
 
     def forget(self, actor_id: str) -> None:
         """Forget an actor that left the run."""
@@ -98,8 +107,10 @@ class WeightHealthTable:
         scored = probe.mean is not None and probe.largest is not None
         far = scored and not probe.mean <= self._tolerance  # a NaN is far, too
         self._num_probes += 1
-        if scored:
-            health.mean, health.largest = float(probe.mean), float(probe.largest)
+        if scored:  # what is no distance, as a NaN, shows as the largest that there is
+            health.mean, health.largest = (
+                max(0.0, one if one <= MOST_NATS else MOST_NATS) for one in (probe.mean, probe.largest)
+            )
         if probe.failed or far:
             health.failed = probe.failed or f"probe differs by {probe.mean:.3g} nats, allowed {self._tolerance:g}"
             health.needs_score = health.needs_score or far
@@ -112,13 +123,14 @@ class WeightHealthTable:
         return not health.failed
 
     def metrics(self) -> dict[str, float]:
-        """Report counters, and the worst of the actors' last probes."""
+        """Report counters, and the worst of the last probes of the actors that are there."""
+        linked = [health for health in self._health.values() if health.linked]
         return {
             "num_probes": float(self._num_probes),
             "num_probe_failures": float(self._num_failures),
-            "num_quarantined": float(sum(bool(health.failed) for health in self._health.values())),
-            "probe_mean_difference": max((health.mean for health in self._health.values()), default=0.0),
-            "probe_largest_difference": max((health.largest for health in self._health.values()), default=0.0),
+            "num_quarantined": float(sum(bool(health.failed) for health in linked)),
+            "probe_mean_difference": max((health.mean for health in linked), default=0.0),
+            "probe_largest_difference": max((health.largest for health in linked), default=0.0),
         }
 
 
@@ -204,7 +216,7 @@ class WeightServer:
         )
 
     def count_install(self, message: Installed, now: float) -> None:
-        self._sums.update({name: getattr(message, name) for name in TIMES}, num_installs=1)
+        self._sums.update(sound({name: getattr(message, name) for name in TIMES}), num_installs=1)
         newest = self.manifest is not None and message.target == self.manifest.ref
         if newest and message.source != InstallSource.SAME:  # SAME may be a second look at it, much later
             self._sums.update(visible_s=now - self._published_at, num_visible=1)

@@ -34,6 +34,7 @@ from streamrl.messages import (
     Welcome,
 )
 from streamrl.messages.codec import Decoder, protocol_of
+from streamrl.messages.validate import sound
 from streamrl.transport.keys import may_be
 from streamrl.transport.peers import LogLimit
 from streamrl.transport.session import MAX_UNSETTLED
@@ -228,7 +229,7 @@ class ActorHandler:
 
     def _heartbeat(self, actor: Connection, beat: ActorHeartbeat, now: float) -> None:
         hub, identity = self._hub, (actor.actor_id, actor.incarnation)
-        trusted = beat
+        trusted = beat = msgspec.structs.replace(beat, stats=sound(beat.stats))
         if beat.installed is not None and not hub.weights.health.usable(*identity, beat.installed, beat.root):
             trusted = msgspec.structs.replace(beat, installed=None)  # whatever it serves was not published
         quarantined = hub.weights.health.quarantined(*identity)
@@ -402,6 +403,7 @@ class ActorHandler:
         """Forget the connection of an actor that left or was evicted."""
         for one in self._hub.observers:
             one.remove(actor.actor_id)
+        self._hub.weights.health.away(actor.actor_id)
         self._hub.connections.drop(actor.actor_id)
 
     def _send(self, routing_id: bytes, message: Message) -> bool:

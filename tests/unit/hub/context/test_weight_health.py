@@ -44,6 +44,16 @@ def test_a_probe_that_fails_means_no_leases_until_one_passes(health, probe, capl
     assert (counts["num_probes"], counts["num_probe_failures"], counts["num_quarantined"]) == (3, 1, 0)
 
 
+def test_an_actor_that_is_gone_counts_as_quarantined_only_once_it_is_back(health):
+    health.probed(*ONE, V1, Probed(0.5, 0.9, "", 0.0))
+    health.away("a1")
+    gone = health.metrics()
+    assert (gone["num_quarantined"], gone["probe_mean_difference"], gone["probe_largest_difference"]) == (0, 0.0, 0.0)
+
+    assert health.quarantined(*ONE), "it is the same process"
+    assert health.metrics()["num_quarantined"] == 1 and health.metrics()["probe_mean_difference"] == 0.5
+
+
 def test_log_probs_that_were_wrong_must_be_right_again_equal_tensors_are_not_enough(health):
     health.probed(*ONE, V1, Probed(0.5, 0.9, "", 0.0))
     assert not health.probed(*ONE, V2, SILENT) and health.quarantined(*ONE)
