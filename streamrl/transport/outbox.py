@@ -16,6 +16,7 @@ MAX_SPAN = 7168
 @dataclass(slots=True)
 class Entry:
     frame: bytes
+    has_answers: bool = True
     settled: bool = False
     sent_at: float | None = None
 
@@ -43,8 +44,8 @@ class Outbox:
             or self.next_seq - oldest >= MAX_SPAN
         )
 
-    def add(self, frame: bytes) -> None:
-        self._entries[self.next_seq] = Entry(frame)
+    def add(self, frame: bytes, *, has_answers: bool = True) -> None:
+        self._entries[self.next_seq] = Entry(frame, has_answers)
         self.next_seq += 1
         self.num_bytes += len(frame)
 
@@ -62,9 +63,12 @@ class Outbox:
         for entry in self._entries.values():
             entry.settled, entry.sent_at = False, None
 
-    def settle(self, upto: int, ranges: Iterable[SeqRange] = ()) -> None:
-        for seq in self._matching(upto, ranges):
-            self._entries[seq].settled = True
+    def settle(self, upto: int, ranges: Iterable[SeqRange] = ()) -> bool:
+        """Note what the hub has judged; returns whether answers are among what it had not before."""
+        fresh = [entry for seq in self._matching(upto, ranges) if not (entry := self._entries[seq]).settled]
+        for entry in fresh:
+            entry.settled = True
+        return any(entry.has_answers for entry in fresh)
 
     def forget(self, upto: int, ranges: Iterable[SeqRange] = ()) -> None:
         """Remove what is durable or rejected."""

@@ -50,6 +50,8 @@ MAX_UNSETTLED = 64
 """Groups sent and not yet accepted or rejected; the rest waits in the outbox."""
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.1, 5.0
 EXIT_FENCED, EXIT_EVICTED = 3, 7
+MAX_EVICTIONS, EVICTIONS_S = 3, 3600.0
+"""An actor that is evicted so often in an hour, and of whose work nothing is kept meanwhile, ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class ActorSession:
         self.installed: tuple[VersionRef, bytes] | None = None
         self.progress = Progress()
         self.turn = 0  # of the learner, for which the engine gave its memory back
-        self._num_evictions = 0
+        self._evicted_at: list[float] = []
         self._give_up_after_s = give_up_after_s
         self._rng = random.Random(random_seed)
         self._num_retries = 0
@@ -158,15 +160,16 @@ class ActorSession:
         One that the hub could not decode is handed back instead: such a message counts against this actor.
         """
         numbered = msgspec.structs.replace(group, incarnation=self.incarnation, seq=self.outbox.next_seq)
+        has_answers = bool(group.members)
         try:
             check_form(numbered)
             frame = encode(numbered)
             check_size(frame, self.limits.max_message_bytes)
         except WireError as error:
-            frame = _handed_back(numbered, f"{error.counter}: {error}")
+            frame, has_answers = _handed_back(numbered, f"{error.counter}: {error}"), False
         except (TypeError, ValueError, OverflowError) as error:  # MessagePack has no form for it
-            frame = _handed_back(numbered, f"cannot be encoded: {error}")
-        self.outbox.add(bytes(frame))
+            frame, has_answers = _handed_back(numbered, f"cannot be encoded: {error}"), False
+        self.outbox.add(bytes(frame), has_answers=has_answers)
         return self._flush(now)
 
     def report_installed(self, message: Installed, now: float) -> list[Effect]:
@@ -272,10 +275,12 @@ class ActorSession:
     def _acked(self, ack: Ack, now: float) -> list[Effect]:
         if ack.incarnation != self.incarnation:
             return []
-        self.outbox.settle(ack.settled_upto, ack.accepted)
-        self.outbox.forget(ack.durable_upto, ack.durable)
         for one in ack.rejected:
             self.outbox.forget(0, [(one.seq, one.seq)])
+        if self.outbox.settle(ack.settled_upto, ack.accepted):
+            self._evicted_at.clear()  # the rejected ones are gone by now: these are kept
+        self.outbox.forget(ack.durable_upto, ack.durable)
+        for one in ack.rejected:
             if one.reason == RejectReason.FENCED:
                 return self._close(EXIT_FENCED, "a newer process with this actor_id has taken over")
         return self._flush(now) + self._leave_if_done(now)
@@ -284,8 +289,8 @@ class ActorSession:
         if stop.reason == StopReason.NO_LINK:
             return self._disconnect(now, dropped=True) if self.linked else []
         if stop.reason == StopReason.EVICTED and stop.rejoin:
-            self._num_evictions += 1
-            if self._num_evictions >= 3:
+            self._evicted_at = [at for at in self._evicted_at if now - at < EVICTIONS_S] + [now]
+            if len(self._evicted_at) >= MAX_EVICTIONS:
                 return [Deliver(stop), *self._close(EXIT_EVICTED, f"evicted three times: {stop.detail}")]
             return self._disconnect(now, dropped=True)
         if stop.rejoin:

@@ -19,6 +19,7 @@ from streamrl.messages import (
     Leases,
     Limits,
     Rejection,
+    RejectReason,
     Sampling,
     Stop,
     StopReason,
@@ -28,6 +29,7 @@ from streamrl.messages import (
 from streamrl.messages.codec import Decoder
 from streamrl.transport.outbox import MARGIN
 from streamrl.transport.session import MAX_UNSETTLED, ActorSession, Deliver, Disconnected, LinkClosed, Progress, Send
+from tests.unit.messages.examples import example_of
 
 LIMITS = Limits(outbox_groups=100)
 
@@ -202,12 +204,28 @@ def test_a_final_stop_ends_with_the_code_that_the_hub_names(reason, code):
     assert effects[-1] == LinkClosed(code, "why") and link.tick(100.0) == []
 
 
-def test_three_evictions_end_it():
-    link = linked()
-    for i in range(2):
-        link.received(Stop(StopReason.EVICTED, True, 0, 1, ""), 1.0 + i)
-        link.received(welcome(), 1.5 + i)
-    assert isinstance(link.received(Stop(StopReason.EVICTED, True, 0, 1, ""), 9.0)[-1], LinkClosed)
+def ends_after(num: int, *, every_s: float, answers: int, rejected: tuple = ()) -> bool:
+    """Whether so many evictions end an actor that sends a group of so many answers after each."""
+    link, ended = linked(), False
+    (member,) = example_of(Group).members[:1]
+    for i in range(num):
+        at = 1.0 + i * every_s
+        ended = isinstance(link.received(Stop(StopReason.EVICTED, True, 0, 1, ""), at)[-1], LinkClosed)
+        link.received(welcome(settled_upto=i), at + 0.1)
+        link.submit(msgspec.structs.replace(group(i), members=(member,) * answers), at + 0.2)
+        link.received(ack(settled=i + 1, rejected=tuple(Rejection(i + 1, one, "") for one in rejected)), at + 0.3)
+    return ended
+
+
+def test_three_evictions_in_an_hour_end_an_actor_of_whose_work_nothing_is_kept():
+    assert ends_after(3, every_s=1.0, answers=0) and not ends_after(2, every_s=1.0, answers=0)
+    assert ends_after(3, every_s=1.0, answers=1, rejected=(RejectReason.MALFORMED,))
+    assert ends_after(3, every_s=1700.0, answers=0)
+
+
+def test_evictions_of_a_long_run_end_no_actor_that_works():
+    assert not ends_after(50, every_s=1.0, answers=1)
+    assert not ends_after(50, every_s=1801.0, answers=0), "a relay delivers nothing"
 
 
 @pytest.mark.shows("actors.give_up_after_s")
