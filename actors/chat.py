@@ -88,7 +88,7 @@ def with_version(words: Sequence[str]) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    if not words or {"-h", "--help"} & set(words) or "=" in words[0]:
+    if not words or {"-h", "--help"} & set(words):
         print(__doc__)
         return 0 if {"-h", "--help"} & set(words) else 2
     logging.disable(logging.WARNING)

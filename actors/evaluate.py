@@ -239,7 +239,7 @@ async def _run_set(source: str, one: EvalSet, task: Task, policy: LocalPolicy) -
 
 
 def main(words: Sequence[str]) -> int:
-    if not words or {"-h", "--help"} & set(words) or "=" in words[0]:
+    if not words or {"-h", "--help"} & set(words):
         print(__doc__)
         return 0 if {"-h", "--help"} & set(words) else 2
     return status_of(

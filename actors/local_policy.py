@@ -18,7 +18,7 @@ from actors.engines.native.weights import checkpoint_tensors
 from actors.render import Renderer, load_end_ids, load_tokenizer
 from actors.settings import engine_spec, make_renderer
 from streamrl.config.load import load_config, load_run_config
-from streamrl.config.overrides import ALLOW
+from streamrl.config.overrides import ALLOW, literal
 from streamrl.config.schema import Config, SamplingConfig
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, StreamrlError
@@ -159,7 +159,7 @@ def local_config(source: str, words: Sequence[str]) -> Config:
     allow = [word for word in words if word.startswith(ALLOW)]
     model, run = find_model(source, allow), run_of(source)
     path = model.folder if model.version is None else f"{model.folder}@{model.version}"
-    words = [*words, f"policy.model_path={path}", "policy.tiny.enabled=false"]
+    words = [*words, f"policy.model_path={literal(str(path))}", "policy.tiny.enabled=false"]
     return load_config(words) if run is None else load_run_config(run, words)
 
 

@@ -245,7 +245,7 @@ def _call(module: str, name: str, words: list[str]) -> int:
 
 def _open_model(module: str, words: list[str]) -> int:
     """A program of MODEL_OR_RUN: what it names is there, before this process loads libraries for seconds."""
-    if words and not words[0].startswith("-") and "=" not in words[0]:
+    if words and not words[0].startswith("-") and not {"-h", "--help"} & set(words):
         from streamrl.stream.rebuilt import require_model
 
         require_model(words[0])

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import shutil
 import subprocess
 import sys
 from io import BytesIO, StringIO, TextIOWrapper
@@ -23,6 +25,7 @@ from learner.model.optimizer import make_optimizer
 from learner.model.policy import load_policy
 from learner.model.tiny import prepare_tiny_model
 from learner.ranks.mesh import Ranks
+from streamrl import cli
 from streamrl.config.eval_sets import EvalSet
 from streamrl.config.load import load_config, to_yaml
 from streamrl.config.rules import eval_sampling
@@ -219,6 +222,25 @@ def test_every_set_is_evaluated_with_its_own_prompts_and_a_file_of_answers(check
     assert sorted({line["record"]["question"] for line in lines}) == ["ab", "abc"] and len(lines) == 4
     assert main([str(checkpoint), *WORDS, "eval.datasets.hard={path: no.jsonl, reward: {type: exact}}"]) == 2
     assert "error: eval.datasets.hard: data.path=no.jsonl" in capsys.readouterr().err
+
+
+def test_a_folder_may_have_any_name(checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "execv", lambda path, words: print(words[-1]))
+    for name in ("epoch=3/model", "lr=1e-5,seed=2", "a,b", "[x]", "{x}", "+x=1", "1e5", "null", "it's"):
+        Path(name).parent.mkdir(exist_ok=True)
+        shutil.copytree(checkpoint, name)
+        assert local_config(name, WORDS).policy.model_path == name
+        for command in ("eval", "chat", "serve"):
+            monkeypatch.setattr(sys, "argv", ["streamrl", command, name])
+            cli.main()
+            assert capsys.readouterr() == (f"{name}\n", "")
+
+
+@pytest.mark.parametrize("open_model", [main, chat])
+def test_a_setting_in_place_of_the_model_is_an_error(open_model, capsys):
+    assert open_model(["eval.num_samples=3"]) == 2
+    assert capsys.readouterr().err.startswith("error: eval.num_samples=3: no such folder. Give a run, such as runs/")
 
 
 def test_what_is_no_model_says_what_it_is(tmp_path):
