@@ -9,6 +9,7 @@ from itertools import count
 
 from streamrl.config.load import to_plain
 from streamrl.config.schema import Config
+from streamrl.errors import ControlError, one_sentence
 from streamrl.named_code import words_for_actors
 from streamrl.supervise.caller import Caller
 from streamrl.supervise.child import OWN_LINE, Supervised, last_words, log_tail
@@ -25,6 +26,7 @@ FINISH_S = 60.0
 """How long an actor that is no longer wanted may take to finish its leases."""
 LEAVE_S = 15.0
 """And then to hand the rest back."""
+START_AGAIN_S = 10.0
 
 
 @dataclass(slots=True)
@@ -80,7 +82,10 @@ class ActorPool:
         return bool(self._actors) and not self._some_left and all(actor.given_up for actor in self._actors)
 
     def scale(self, num: int, now: float) -> tuple[list[str], list[str]]:
-        """Start or retire actors until `num` are there or on their way; returns the names of both kinds."""
+        """Start or retire actors until `num` are there or on their way; returns the names of both kinds.
+
+        Raises ControlError: this machine can start no more; those that were started are kept.
+        """
         wanted = [actor for actor in self._actors if not actor.given_up and not self._has_left(actor)]
         surplus = wanted[num:]
         for actor in surplus:
@@ -88,9 +93,17 @@ class ActorPool:
             self._retire(actor, now)
         taken = {child.name for child in self.children}
         free = (name for index in count() if (name := f"actor-{index}") not in taken)
-        fresh = [self._start(next(free)) for _ in range(num - len(wanted))]
-        self._actors += fresh
-        return [actor.name for actor in fresh], [actor.name for actor in surplus]
+        fresh: list[str] = []
+        for _ in range(num - len(wanted)):
+            try:
+                self._actors.append(self._start(next(free)))
+            except OSError as error:  # as of too many processes
+                there = len(wanted) + len(fresh)
+                raise ControlError(
+                    f"{there} of {num} actors run, raise this machine's limits to start more: {one_sentence(error)}"
+                ) from error
+            fresh.append(self._actors[-1].name)
+        return fresh, [actor.name for actor in surplus]
 
     def poll(self, now: float) -> None:
         """Restart what has died, end what takes too long to leave."""
@@ -154,7 +167,13 @@ class ActorPool:
             log.warning("%s ended with status %d: restarting it. Its last line (%s):\n%s",
                         actor.name, code, actor.log_path, log_tail(actor.log_path, 1))
         if now >= actor.restart_at:
-            fresh = self._start(actor.name)
+            try:
+                fresh = self._start(actor.name)
+            except OSError as error:  # as of too many processes, for a while
+                actor.restart_at = now + START_AGAIN_S
+                log.warning("%s cannot be started, tried again in %g s: %s", actor.name, START_AGAIN_S,
+                            one_sentence(error))
+                return
             fresh.num_restarts = actor.num_restarts + 1
             fresh.same_deaths, fresh.last_line = actor.same_deaths, actor.last_line
             actor.close_input()

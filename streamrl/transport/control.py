@@ -29,6 +29,8 @@ OWNER = "owner.json"
 """In such a folder: whose it is."""
 MAX_REQUEST_BYTES = 1 << 16
 MAX_AT_ONCE = 16
+MOST_FINISH_S = 86_400.0
+"""That an actor may be given to finish its leases."""
 
 Answerer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """From a request, with `verb` and its arguments, to the answer; raises ControlError for one that is refused."""
@@ -62,11 +64,15 @@ class ControlServer:
             request = json.loads(frames[-1])
             if not isinstance(request, dict) or not isinstance(request.get("verb"), str):
                 raise ControlError("a control request is an object with a verb")
+        except (ControlError, ValueError, IndexError, RecursionError) as error:
+            return {"ok": False, "error": f"the request cannot be read: {error}"}
+        try:
             return {"ok": True, **self._answer(request)}
         except ControlError as error:
             return {"ok": False, "error": str(error)}
-        except (ValueError, IndexError, RecursionError) as error:
-            return {"ok": False, "error": f"the request cannot be read: {error}"}
+        except Exception as error:  # a run must not end by a request
+            log.exception("a request could not be answered")
+            return {"ok": False, "error": f"the request cannot be answered: {error!r:.300}"}
 
     def close(self) -> None:
         self.socket.close()

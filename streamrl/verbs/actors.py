@@ -5,11 +5,10 @@ from __future__ import annotations
 from streamrl.commands import parser_of, say
 from streamrl.errors import ControlError
 from streamrl.metrics.files import read_object
-from streamrl.transport.control import ask
+from streamrl.transport.control import MOST_FINISH_S, ask
 from streamrl.verbs.runs import find_run
 
 FINISH_S = 60.0
-MOST_FINISH_S = 86_400.0
 
 
 def drain(words: list[str]) -> int:

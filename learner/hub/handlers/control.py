@@ -11,6 +11,7 @@ from learner.hub.context.connections import Connection
 from learner.hub.context.hub_context import HubContext
 from streamrl.errors import ControlError
 from streamrl.messages import Drain
+from streamrl.transport.control import MOST_FINISH_S
 
 log = logging.getLogger("streamrl.hub")
 
@@ -41,14 +42,16 @@ class ControlHandler:
         }
 
     def _drain(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        name, within_s = str(request.get("actor", "")), float(request.get("within_s", 60.0))
+        name, within_s = str(request.get("actor", "")), request.get("within_s", 60.0)
+        if not (isinstance(within_s, int | float) and 0.0 <= within_s <= MOST_FINISH_S):
+            raise ControlError(f"within_s must be a number from 0 to {MOST_FINISH_S:g}, not {within_s!r:.50}")
         actor = self._hub.connections.by_actor.get(name)
         if actor is None:
             raise ControlError(f"no actor {name!r} is connected{self._known(name)}")
         if not actor.max_leases:
             raise ControlError(f"{name} is a relay and holds no leases: stop it by a signal")
         num_leases = self._hub.ledger.num_leases(name)
-        if not self._hub.send.to_actor(actor.routing_id, Drain("streamrl drain", within_s)):
+        if not self._hub.send.to_actor(actor.routing_id, Drain("streamrl drain", float(within_s))):
             raise ControlError(f"{name} could not be reached: its connection is broken or full; try again")
         finish = f"finish its {num_leases} leases and leave" if num_leases else "leave: it has no leases"
         log.info("%s is told to %s", name, finish)

@@ -18,9 +18,14 @@ from streamrl.transport.control import FOLDER_PREFIX, ControlServer, ask, is_run
 pytestmark = pytest.mark.timeout(60)
 
 
+BROKEN = (TypeError, OverflowError, KeyError, OSError, AssertionError, ZeroDivisionError)
+
+
 def answer(request):
     if request["verb"] == "refuse":
         raise ControlError("not now: try later")
+    if request["verb"] == "break":
+        raise {one.__name__: one for one in BROKEN}[request["how"]]("within")
     return {"heard": request}
 
 
@@ -69,6 +74,13 @@ def test_what_cannot_be_read_is_refused_and_the_server_goes_on(server, request_b
         assert client.poll(20_000) and b'"ok": false' in client.recv_multipart()[-1]
     context.destroy(linger=0)
 
+    assert ask(note(server.endpoint), "the hub", verb="status")["heard"] == {"verb": "status"}
+
+
+def test_an_error_in_an_answer_is_told_and_ends_nothing(server):
+    for one in BROKEN:
+        with pytest.raises(ControlError, match=f"cannot be answered: {one.__name__}"):
+            ask(note(server.endpoint), "the hub", verb="break", how=one.__name__)
     assert ask(note(server.endpoint), "the hub", verb="status")["heard"] == {"verb": "status"}
 
 

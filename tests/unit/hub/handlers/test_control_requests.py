@@ -1,6 +1,7 @@
 """`streamrl status` and `streamrl drain` at a real hub, with real sockets for the learner and the actors."""
 
 import json
+import math
 import time
 
 import pytest
@@ -80,6 +81,15 @@ def test_an_actor_is_told_to_finish_and_leave(hub):
 
     message = peer.receive(Drain)
     assert (message.reason, message.deadline_s) == ("streamrl drain", 7.0)
+
+
+def test_words_of_a_request_that_are_nothing_of_their_kind_are_refused(hub):
+    hub.connect().join("a1")
+    for value in ([], {}, None, "soon", -1.0, math.nan, math.inf, 10**400):
+        with pytest.raises(ControlError, match="within_s must be a number from 0 to 86400, not "):
+            request(hub, verb="drain", actor="a1", within_s=value)
+        with pytest.raises(ControlError, match="no actor .* is connected"):
+            request(hub, verb="drain", actor=value)
 
 
 def test_an_actor_that_is_not_there_is_an_error_that_names_those_that_are(hub):
