@@ -217,6 +217,22 @@ def processor_s(pid: int) -> float:
     return _of_process(pid)[1]
 
 
+def began(pid: int) -> str:
+    """Tells a process from another one that gets its id later, as after a restart of the machine; "" without one."""
+    if HAS_PROC:
+        try:
+            ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+            return f"{ticks} after {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        except OSError:
+            return ""
+    import psutil
+
+    try:
+        return str(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return ""
+
+
 def _of_process(pid: int) -> tuple[str, float]:
     """State and processor time: from /proc/PID/stat, or on a system without it by psutil, which takes longer."""
     if HAS_PROC:

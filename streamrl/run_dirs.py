@@ -25,6 +25,7 @@ RUNS = Path("runs")
 """Where commands look for a run by its name."""
 LAUNCH_NOTE = "launch.json"
 """In the run directory while `streamrl launch` runs: where `streamrl scale` asks."""
+LAUNCH_LOCK = "LAUNCH_LOCK"
 MARKS = ("EPOCH", "run.json", LAUNCH_NOTE, "metrics.jsonl", FAILURE)
 """Files that only a run directory has."""
 MAX_NAMED = 8
@@ -96,7 +97,7 @@ def launch_lock(run_dir: Path) -> Iterator[None]:
     """
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = open(run_dir / "LAUNCH_LOCK", "ab", buffering=0)
+        lock = open(run_dir / LAUNCH_LOCK, "ab", buffering=0)
     except OSError as error:
         raise ConfigError(f"run.dir={run_dir}: choose another one: {one_sentence(error)}") from error
     with lock:
@@ -113,8 +114,13 @@ def launch_lock(run_dir: Path) -> Iterator[None]:
 
 def has_learner(run_dir: Path) -> bool:
     """Whether a learner holds the run's lock."""
+    return is_held(run_dir / "LOCK")
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds this lock."""
     try:
-        with open(run_dir / "LOCK", "rb") as lock:
+        with open(path, "rb") as lock:
             return not _is_free(lock, fcntl.LOCK_SH)
     except OSError:
         return False

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from streamrl.errors import ControlError
-from streamrl.processes import process_state
+from streamrl.processes import began, process_state
 from streamrl.transport.sockets import socket_folder, socket_root
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class ControlServer:
 
 def note(endpoint: str) -> dict[str, Any]:
     """The entry that a process writes into its file of the run directory, so that `ask` finds it."""
-    return {"control": endpoint, "pid": os.getpid(), "host": socket.gethostname()}
+    return {"control": endpoint, "pid": os.getpid(), "began": began(os.getpid()), "host": socket.gethostname()}
 
 
 def remove_dead_folders() -> None:
@@ -93,13 +93,20 @@ def remove_dead_folders() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def is_elsewhere(noted: Mapping[str, Any]) -> bool:
+    """Whether the process that left this note is of another machine or container, which has a name of its own."""
+    return noted.get("host", socket.gethostname()) != socket.gethostname()
+
+
 def is_running(noted: Mapping[str, Any]) -> bool:
     """Whether the process that left this note still runs, as far as this machine can tell."""
     pid = noted.get("pid")
-    if noted.get("host", socket.gethostname()) != socket.gethostname():
-        return True  # elsewhere: not to be known here
+    if is_elsewhere(noted):
+        return True  # not to be known here
     try:
-        return bool(pid) and process_state(int(pid)) not in ("", "Z", "X")
+        if not pid or process_state(int(pid)) in ("", "Z", "X"):
+            return False
+        return noted.get("began", "") in ("", began(int(pid)))  # else another process has its id by now
     except (ValueError, TypeError, OverflowError):  # of a note that somebody has edited
         return False
 

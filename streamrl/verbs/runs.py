@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from streamrl.errors import ControlError
 from streamrl.metrics.files import read_object, text_of
 from streamrl.metrics.run_record import FAILURE, run_state
-from streamrl.run_dirs import LAUNCH_NOTE, RUNS, find_run_dir
-from streamrl.transport.control import is_running
+from streamrl.run_dirs import LAUNCH_LOCK, LAUNCH_NOTE, RUNS, find_run_dir, has_learner, is_held
+from streamrl.transport.control import is_elsewhere, is_running
+
+QUIET_S = 600.0
+"""Hubs write `status.json` every second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +32,21 @@ class NamedRun:
 
     @property
     def has_hub(self) -> bool:
-        return bool(self.hub) and is_running(self.hub)
+        if not self.hub or not is_elsewhere(self.hub):
+            return bool(self.hub) and is_running(self.hub)
+        over = self.status.get("state") in ("finished", "stopped") or self._is_quiet("hub.json")
+        return has_learner(self.path) or not over
 
     @property
     def has_launcher(self) -> bool:
-        return bool(self.launcher) and is_running(self.launcher)
+        if not self.launcher or not is_elsewhere(self.launcher):
+            return bool(self.launcher) and is_running(self.launcher)
+        return is_held(self.path / LAUNCH_LOCK) or not self._is_quiet(LAUNCH_NOTE)
+
+    def _is_quiet(self, note: str) -> bool:
+        """Whether nothing was written for long by processes of another machine, whose ids say nothing here."""
+        times = [one.stat().st_mtime for name in (note, "status.json") if (one := self.path / name).exists()]
+        return datetime.now(UTC).timestamp() - max(times, default=0.0) > QUIET_S
 
     def require_hub(self) -> dict[str, Any]:
         """The note of its hub. Raises ControlError: the run is over, or has not got so far."""

@@ -133,4 +133,4 @@ def test_the_next_start_sweeps_the_folders_of_dead_processes_and_no_others(serve
 
 @pytest.mark.parametrize("pid", [[1], {"a": 1}, 1e400, "x", None, True, -1, "../self"])
 def test_a_note_that_somebody_has_edited_names_no_process_that_runs(pid):
-    assert is_running(note("")) and is_running({**note(""), "pid": pid}) == (pid is True)
+    assert is_running(note("")) and is_running({**note(""), "began": "", "pid": pid}) == (pid is True)
