@@ -46,6 +46,11 @@ def model_of(word: str) -> tuple[Path, int, Path]:
         )
     summary = read_object(run_dir / "summary.json")
     status = read_object(run_dir / "status.json")
+    if status.get("state", "finished") != "finished" or summary.get("stopped") or summary.get("failed"):
+        raise ConfigError(
+            f"{run_dir}/model is of an earlier end of the run, which went on and has not finished since: name a "
+            f"version, or take {run_dir}@best"
+        )
     return run_dir, int(status.get("version", summary.get("steps", 0))), run_dir / "model"
 
 

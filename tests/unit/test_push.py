@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.errors import ConfigError
+from streamrl.verbs.push import model_of
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -83,3 +86,15 @@ def test_model_card_and_tag_arrive_in_a_private_repository(run_dir: Path) -> Non
     assert taken["model.safetensors"] == b"weights" and taken["config.json"] == b"{}"
     card = taken["README.md"].decode()
     assert "base_model: Qwen/Qwen2.5-7B" in card and "last evaluation 0.75" in card
+
+
+@pytest.mark.parametrize("file, later", [
+    ("status.json", {"version": 9, "state": "stopped"}), ("status.json", {"version": 9, "state": "running"}),
+    ("summary.json", {"steps": 9, "stopped": "stopped"}), ("summary.json", {"steps": 9, "failed": "no memory"}),
+])
+def test_a_model_is_not_pushed_as_a_version_that_the_run_reached_later(run_dir: Path, file: str, later: dict) -> None:
+    assert model_of(str(run_dir))[1] == 7
+    (run_dir / file).write_text(json.dumps(later))
+
+    with pytest.raises(ConfigError, match=r"went on and has not finished since: name a version, or take .*@best"):
+        model_of(str(run_dir))
