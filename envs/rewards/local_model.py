@@ -14,7 +14,7 @@ from streamrl.processes import Child
 from streamrl.weights.model_folder import check_folder
 
 log = logging.getLogger("streamrl.actor")
-END_S = 5.0
+END_S = 30.0  # of a process that has closed its output: with torch loaded, on a busy machine
 MODULE = "actors.reward_model"
 """What serves the model; named, not imported: no torch is loaded here."""
 READY = "reward model at "

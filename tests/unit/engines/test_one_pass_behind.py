@@ -38,7 +38,7 @@ from tests.unit.engines.tiny_models import (
     until,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 END, UNREADABLE, TURNS = 1, VOCAB - 1, 14
 SCHEDULES = 70  # of each kind
 
