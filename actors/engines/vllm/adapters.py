@@ -14,7 +14,7 @@ import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,7 @@ class AdapterVllmEngine(VllmEngine):
             self._in_use[ref] -= 1
             if not self._in_use[ref]:
                 del self._in_use[ref]
-        return Generation(done.token_ids, done.logprobs, [VersionSpan(ref, 0, len(done.token_ids))], done.finish)
+        return replace(done, spans=[VersionSpan(ref, 0, len(done.token_ids))])
 
     def _lora_of(self, ref: VersionRef | None) -> Any:
         wanted = ref if ref is not None else self.installed

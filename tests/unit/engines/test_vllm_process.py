@@ -16,15 +16,17 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
-from actors.engines.base import VersionSpan
+from actors.engines.base import AdapterSpec, EngineSpec, Generation, VersionSpan
 from actors.engines.native.engine import build_model
 from actors.engines.native.weights import checkpoint_tensors
 from actors.engines.vllm import core as client
+from actors.engines.vllm.adapters import AdapterVllmEngine
 from actors.engines.vllm.core import (
     NUM_MORE_KEPT,
     CoreDiedError,
@@ -33,7 +35,7 @@ from actors.engines.vllm.core import (
     spans_of,
     turn_seed,
 )
-from actors.engines.vllm.engine import as_in_files
+from actors.engines.vllm.engine import VllmEngine, as_in_files
 from actors.engines.vllm.process import (
     GIB,
     OURS,
@@ -63,7 +65,8 @@ from streamrl.weights.document import Document
 from streamrl.weights.manifest import make_layout, make_manifest
 from streamrl.weights.shm.transport import ShmPublisher
 from tests.unit.config.setting_harness import config_of
-from tests.unit.engines.tiny_models import request
+from tests.unit.engines.tiny_models import character_tokenizer, request
+from tests.unit.engines.vllm_harness import save
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -241,6 +244,34 @@ def test_log_probs_of_all_that_may_be_left_are_asked_for_where_a_top_k_bounds_it
     assert asked() == asked(top_p=0.9) == asked(temperature=0.0, top_k=4) == 0
     assert asked(top_k=4) == 4 + NUM_MORE_KEPT == 4 + NUM_MORE_CANDIDATES - 1 and asked(top_k=1024, min_p=0.1) == 100
     assert asked(wants_sets=False, top_k=4) == 0  # as an evaluation asks
+
+
+@pytest.mark.parametrize("policy", ["continue", "recompute", "drain"])
+def test_an_engine_with_adapters_hands_on_all_that_vllm_said_of_a_turn_the_sets_it_drew_from_among_it(
+    policy, tmp_path, monkeypatch
+):
+    said = Generation([5, 6], [-1.0, -2.0], [VersionSpan(VersionRef(1, 3), 0, 2)], "stop", [np.array([2, 5])] * 2)
+
+    async def generated(engine, asked, version=None) -> Generation:
+        return said
+
+    monkeypatch.setattr(client.Core, "check", lambda self: None)  # vLLM need not be there
+    monkeypatch.setattr(VllmEngine, "_generate", generated)
+    monkeypatch.setattr(client.Core, "alive", True)
+    engine = AdapterVllmEngine(EngineSpec(
+        model_dir=save(tmp_path, 0), tokenizer=character_tokenizer(), max_num_seqs=1, max_tokens=64, max_new_tokens=64,
+        install_policy=policy, adapter=AdapterSpec(("model.layers.0.self_attn.q_proj",), 2, 1.0),
+    ))
+
+    async def turn() -> Generation:
+        engine._loras[VersionRef(1, 3)] = None
+        engine._open.set()
+        return await engine.generate(request([3], 4, sampling=Sampling(top_k=2), wants_sets=True))
+
+    try:
+        assert asyncio.run(turn()) == said
+    finally:
+        engine._core.close()
 
 
 def test_the_seed_of_a_turn_depends_on_the_members_seed_and_the_place_and_fits():
