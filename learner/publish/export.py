@@ -34,7 +34,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 @torch.no_grad()
 def export_model(
     policy: Policy, model_dir_source: Path | str, out_dir: Path | str, ranks: Ranks | None = None, *,
-    lora: LoraConfig | None = None, dtype: torch.dtype = torch.float32, chat_template: str | None = None,
+    lora: LoraConfig | None = None, adapter_within: bool = False, dtype: torch.dtype = torch.float32,
+    chat_template: str | None = None,
 ) -> Path:
     """Write weights and config of the policy, and every other small file (tokenizer, templates) of its first model.
 
@@ -45,6 +46,7 @@ def export_model(
         dtype: of the weights.
         lora: of a policy with an adapter, which is merged here and also written on its own, in peft's form, to the
             folder `adapter` beside `out_dir`.
+        adapter_within: put it into `out_dir`: of what lies beside that, nothing may be ours.
         chat_template: Jinja text in which the policy was prompted, if it was not its first model's own.
     """
     out_dir, source = Path(out_dir), Path(model_dir_source)
@@ -56,9 +58,10 @@ def export_model(
     if ranks.rank == 0:
         if lora is not None:
             weights = {name: one.to(types[name]) for name, one in merged(weights, adapter, scale_of(lora))}
-            with _replacing(out_dir.with_name("adapter")) as draft:
-                save_adapter(adapter, lora, draft, model_path=str(source.resolve()))
         with _replacing(out_dir) as draft:
+            if lora is not None:
+                with _replacing((draft if adapter_within else out_dir.parent) / "adapter") as own:
+                    save_adapter(adapter, lora, own, model_path=str(source.resolve()))
             _copy_small_files(source, draft)
             set_chat_template(draft, chat_template)
             policy.model.save_pretrained(draft, state_dict=weights)
@@ -142,10 +145,14 @@ def _say_type(path: Path, dtype: torch.dtype) -> None:
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """A draft that takes the folder's place when the block ends well."""
+    """A draft that takes the folder's place when the block ends well, and is removed if it fails."""
     draft = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     draft.mkdir(parents=True)
-    yield draft
+    try:
+        yield draft
+    except BaseException:  # as on a full disk, where what is left would take the room of the next attempt
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     files = [path for path in draft.iterdir() if path.is_file()]
     usual = next(path for path in files if path.suffix == ".json").stat().st_mode
     for path in files:

@@ -122,8 +122,6 @@ def _write(run: OpenedRun, folder: Path, note: dict[str, Any]) -> None:
         model = save_policy(run.config, run.trainer, run.model_dir, draft / "model")
         if run.ranks.rank:
             return
-        if (adapter := draft / "adapter").exists():
-            os.replace(adapter, model / "adapter")
         (model / NOTE).write_text(json.dumps(note) + "\n")
         shutil.rmtree(folder, ignore_errors=True)  # of another start of the run
         os.replace(model, folder)

@@ -236,9 +236,9 @@ def steered_trainer(config: Config, model_dir: Path) -> tuple[Trainer, Staleness
 
 
 def save_policy(config: Config, trainer: Trainer, model_dir: Path, folder: Path) -> Path:
-    """Write the policy, or base and adapter, as a Hugging Face checkpoint in the type that actors would get."""
+    """Write the policy as a Hugging Face checkpoint in the type that actors would get; an adapter is within it, too."""
     lora = config.policy.lora if config.policy.lora.rank is not None else None
     return export_model(
-        trainer.networks.policy, model_dir, folder, trainer.ranks, lora=lora, dtype=trainer.settings.wire_dtype,
-        chat_template=template_of_settings(used_template(config.data)),
+        trainer.networks.policy, model_dir, folder, trainer.ranks, lora=lora, adapter_within=True,
+        dtype=trainer.settings.wire_dtype, chat_template=template_of_settings(used_template(config.data)),
     )

@@ -69,7 +69,10 @@ class Trainer:
         return {**trained.measured.flush(self._trainer.step), **result}
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the policy as a Hugging Face checkpoint; a folder of that name is replaced."""
+        """Write the policy as a Hugging Face checkpoint; a folder of that name is replaced.
+
+        A LoRA adapter is merged into it, and stands alone in its folder `adapter`.
+        """
         return save_policy(self._config, self._trainer, self._model_dir, Path(folder))
 
 

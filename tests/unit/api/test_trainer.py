@@ -1,11 +1,12 @@
 """`streamrl.Trainer` as a notebook cell uses it: three batches of recorded groups, and the model that comes out."""
 
+import errno
 import math
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import streamrl
 from streamrl.errors import ConfigError, WireError
@@ -41,6 +42,26 @@ def test_three_batches_raise_the_probability_of_the_paid_answer(model, tmp_path)
     assert measured[0]["policy/num_trajectories"] == 2 and measured[2]["lag/token_max"] == 2
     assert sum(logprobs(saved, GOOD)) > sum(logprobs(model, GOOD)) + 0.01
     assert sum(logprobs(saved, BAD)) < sum(logprobs(model, BAD))
+
+
+@pytest.mark.parametrize("settings", [{}, {"policy__lora__rank": 2}])
+def test_saving_touches_nothing_but_the_folder_that_is_named(settings, model, tmp_path, monkeypatch):
+    trainer = streamrl.Trainer(model, **settings)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "own.py").write_text("not ours")
+    for name in ("one", "two", "one", "only"):
+        saved = trainer.save(tmp_path / name)
+        assert (saved / "adapter" / "adapter_model.safetensors").exists() == bool(settings)
+        assert logprobs(saved, GOOD) == pytest.approx(logprobs(model, GOOD))
+
+    def full(*_, **__) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(OSError, match="No space"):
+        trainer.save(tmp_path / "two")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "one", "only", "two"]
+    assert [path.name for path in (tmp_path / "adapter").iterdir()] == ["own.py"]
 
 
 @pytest.mark.parametrize("scalar", [np.float32, np.float64, torch.tensor, bool])
