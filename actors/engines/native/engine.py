@@ -127,7 +127,7 @@ class NativeEngine:
         prepare(model, max_tokens)
         model.requires_grad_(False).to(device).set_attn_implementation(ATTENTION_NAME)
         self.rounds_weights = weights == "int8"
-        self._weights = WeightSets(model, linear_weights(model) if self.rounds_weights else ())
+        rounded = linear_weights(model) if self.rounds_weights else ()
         self._adapters = AdapterSets(model, adapter) if adapter is not None else None
         forward = Forward(
             model,
@@ -137,6 +137,7 @@ class NativeEngine:
             int8=self.rounds_weights,
             capture=capture,
         )
+        self._weights = WeightSets(model, rounded)  # after the lean pass has laid matrices below each other
         self._scheduler = Scheduler(
             forward, max_num_seqs, prefill_tokens,
             pinning=self._adapters is not None and install_policy == "drain",

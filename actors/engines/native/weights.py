@@ -55,12 +55,18 @@ def check_document(tensors: Mapping[str, Any], live: Mapping[str, Tensor]) -> No
 
 
 def linear_weights(model: torch.nn.Module) -> list[str]:
-    """Names of the matrices of all linear layers but the output layer, which embeddings may share."""
+    """Names of the matrices of linear layers but the output layer, which embeddings may share. EngineError: none."""
     head = model.get_output_embeddings()
-    return [
+    found = [
         f"{name}.weight" for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     ]
+    if not found:  # the setting would change nothing, and no bit of the weights be compared
+        raise EngineError(
+            f"actors.weights=int8 rounds linear layers, and {type(model).__name__} has none beside its output layer: "
+            "leave actors.weights=full"
+        )
+    return found
 
 
 def round_to_int8_(weight: Tensor) -> None:

@@ -164,10 +164,14 @@ async def test_a_hook_that_comes_later_is_called_in_the_passes_that_follow():
         assert len((await engine.generate(request(ids, 3))).token_ids) == 3
 
 
-def test_installs_keep_what_one_product_reads_in_one_piece_of_memory():
-    model = qwen3(tied=False).requires_grad_(False)
-    model.set_attn_implementation(ATTENTION_NAME)
-    forward, sets = Forward(model, 2, LONGEST), WeightSets(model)
+async def test_installs_keep_what_one_product_reads_in_one_piece_of_memory():
+    model = qwen3(tied=False)
+    async with engine_for(model, install=False) as engine:
+        forward = engine._scheduler.forward
+        check_installs(forward._model, forward, engine._weights)
+
+
+def check_installs(model: torch.nn.Module, forward: Forward, sets: WeightSets) -> None:
     for seed in (1, 2, 3, 4):
         other = qwen3(seed, tied=False)
         staged = sets.stage(document(other))

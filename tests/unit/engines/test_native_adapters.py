@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from actors.engines.base import AdapterSpec
 from actors.engines.native.engine import NativeEngine
@@ -16,7 +17,7 @@ from actors.engines.native.forward import LayerShape, PromptRows, SlotCache
 from actors.engines.native.weights import linear_weights, round_to_int8_
 from actors.settings import engine_spec
 from streamrl.config.load import load_config
-from streamrl.errors import ConfigError, WeightsError
+from streamrl.errors import ConfigError, EngineError, WeightsError
 from streamrl.weights.adapter import DOWN, UP, merged
 from tests.unit.actors.fakes import V1 as PUBLISHED
 from tests.unit.actors.test_probe import ProbedWeights, installed
@@ -234,6 +235,12 @@ async def test_an_int8_engine_samples_from_the_rounded_model_and_installs_again(
             full = truth_logprobs(model, prompt, found.token_ids)
             assert 1e-3 < float((expected - full).abs().max()) < 0.5
             await engine.install(document(model), PUBLISHED)
+
+
+def test_a_model_without_linear_layers_is_refused_where_int8_would_round_nothing():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64, eos_token_id=1))
+    with pytest.raises(EngineError, match="GPT2LMHeadModel has none beside its output layer"):
+        NativeEngine(model, None, max_num_seqs=1, max_tokens=32, weights="int8")
 
 
 @pytest.mark.parametrize(("tolerance", "passes"), [(0.3, True), (1e-4, False)])
