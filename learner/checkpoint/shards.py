@@ -289,7 +289,7 @@ def _state_like(reader: ShardReader, key: str, parameter: Tensor) -> Tensor:
     """A moment is placed as its parameter, as are its rows' scales; a state of another shape, a count, is whole."""
     shape, part = reader.shape(key), local_part(parameter.detach())
     rows = shape[:-1] if parameter.dim() > 1 else shape
-    if not shape or rows != tuple(parameter.shape[: len(rows)]):
+    if not shape or len(shape) != parameter.dim() or rows != tuple(parameter.shape[: len(rows)]):
         return reader.read_whole(key).to(parameter.device)
     width = part.shape[-1] * shape[-1] // parameter.shape[-1]
     moment = placed_as(parameter, part.new_zeros((*part.shape[:-1], width), dtype=reader.dtype(key)))

@@ -6,6 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 
+from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.model import moments as adam8bit
 from learner.model import moments as offload
 from learner.model import optimizer as optimizers
@@ -170,6 +171,31 @@ def test_a_run_resumes_exactly_with_every_optimizer(checkpoints, tmp_path, name,
         assert equal(resumed.step(2).state(), uninterrupted)
     finally:
         ranks.close()
+
+
+class ManyShapes(torch.optim.Optimizer):
+    """A user's own optimizer with states of any shape, such as the rows and columns of Adafactor."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            size = parameter.shape
+            shapes = ((), size, size[:-1], size[-1:], (1, *size[1:]), (*size[:-1], 1), (7,), (2, *size))
+            self.state[parameter] = {f"of_{number}": torch.randn(shape) for number, shape in enumerate(shapes)}
+
+
+def test_states_of_any_shape_come_back_as_they_were(checkpoints, tmp_path):
+    found = []
+    for path in (tmp_path / "none", tmp_path):
+        policy = load_policy(checkpoints["qwen3"])
+        optimizer = ManyShapes(list(policy.parameters()), {})
+        if checkpoint := find_checkpoint(path, Ranks()):
+            checkpoint.restore(policy, optimizer, Ranks())
+        else:
+            optimizer.step()
+            save_checkpoint(tmp_path, 1, policy, optimizer, Ranks(), extra={}, blobs={}, num_keep=1)
+        found.append([state for parameter in policy.parameters() for state in optimizer.state[parameter].values()])
+
+    assert len(found[0]) > 80 and all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(
