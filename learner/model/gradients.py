@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,20 +66,23 @@ class GradientCosine:
     trained in float32, on each rank those of its shards."""
 
     def __init__(self) -> None:
-        self._before: list[Tensor] = []
+        self._before: dict[Tensor, Tensor] = {}
         self._norm = 0.0
 
-    def measure(self, gradients: list[Tensor], norm: float, ranks: Ranks) -> float | None:
-        """The cosine, None in the first step; a collective call. `norm` is of all gradients, and finite."""
-        parts = [local_part(one) for one in gradients]
+    def measure(self, parameters: Iterable[Tensor], norm: float, ranks: Ranks) -> float | None:
+        """The cosine, None in the first step; a collective call. `norm` is of all gradients, and finite.
+
+        A parameter that a step did not use, as an expert that no token went to, has no gradient: 0.
+        """
+        gradients = {one: one.grad for one in parameters if one.grad is not None}
         found = None
-        if self._before and norm and self._norm:
+        if norm and self._norm:
             products = [
-                float((part * before).sum(dtype=torch.float64))
-                for one, part, before in zip(gradients, parts, self._before, strict=True) if ranks.owns(one)
+                float((local_part(gradient) * self._before[one]).sum(dtype=torch.float64))
+                for one, gradient in gradients.items() if one in self._before and ranks.owns(gradient)
             ]
             found = ranks.add(sum(products)) / (norm * self._norm)
-        self._before, self._norm = [part.clone() for part in parts], norm
+        self._before, self._norm = {one: local_part(grad).clone() for one, grad in gradients.items()}, norm
         return found
 
 
@@ -101,7 +105,7 @@ def optimizer_step(
     norm = grad_norm(gradients, ranks)
     lr = schedule.lr_at(step) * lr_scale
     skipped = not math.isfinite(norm)
-    turned = cosine.measure(gradients, norm, ranks) if cosine is not None and not skipped else None
+    turned = cosine.measure(module.parameters(), norm, ranks) if cosine is not None and not skipped else None
     if not skipped and not frozen:
         if 0 < max_grad_norm < norm:
             torch._foreach_mul_([local_part(g) for g in gradients], max_grad_norm / (norm + 1e-6))
