@@ -60,9 +60,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if not 0.0 <= self.min_lr <= self.lr:
             raise ConfigError(f"{self.setting}.min_lr={self.min_lr} must lie between 0 and the peak {self.lr}.")
-        make, name = resolve(self.name, SCHEDULES, setting=f"{self.setting}.name"), f"{self.setting}.name={self.name}"
-        if isinstance(make, str):
-            make = import_attribute(make, setting=f"{self.setting}.name")
+        make, name = _maker(self.name, self.setting), f"{self.setting}.name={self.name}"
         sizes = {"num_warmup_steps": self.num_warmup_steps, "num_training_steps": self.num_steps,
                  "num_decay_steps": self.num_decay_steps}
         arguments = {key: sizes[key] for key in sizes if key in inspect.signature(make).parameters} | self.options
@@ -80,6 +78,11 @@ class Schedule:
         return self.min_lr + (self.lr - self.min_lr) * self._share(min(step, self.num_steps))
 
 
+def _maker(name: str, setting: str) -> Callable[..., LambdaLR]:
+    make = resolve(name, SCHEDULES, setting=f"{setting}.name")
+    return import_attribute(make, setting=f"{setting}.name") if isinstance(make, str) else make
+
+
 def make_schedule(
     optimizer: OptimizerConfig, scheduler: ScheduleConfig, *, num_steps: int, steps_per_batch: int = 1,
     lr_scale: float = 1.0, num_frozen_steps: int = 0, setting: str = "policy.scheduler",
@@ -91,6 +94,19 @@ def make_schedule(
         num_frozen_steps: batches at the start in which these weights are not trained; the schedule begins after them.
         setting: the section that `scheduler` is, for messages.
     """
+    make = _maker(scheduler.name, setting)
+    sizes = inspect.signature(make).parameters
+    reads = {
+        "min_lr": make is not constant,
+        "decay_ratio": "num_decay_steps" in sizes,
+    }
+    for name in (name for name in reads if not reads[name]):
+        value, usual = getattr(scheduler, name), getattr(ScheduleConfig(), name)
+        if value != usual:
+            raise ConfigError(
+                f"{setting}.{name}={value} does nothing with {setting}.name={scheduler.name}: leave it at {usual}, or "
+                "choose another schedule."
+            )
     total = max(1, num_steps - num_frozen_steps) * steps_per_batch
     warmup = (scheduler.num_warmup_steps or 0) * steps_per_batch
     if scheduler.num_warmup_steps is None:

@@ -295,7 +295,8 @@ ALGORITHM_RULES: tuple[Unused | Need, ...] = (
          "{advantage.estimator!r} and advantage.baseline={advantage.baseline!r} use advantage.whiten=batch."),
     Unused("advantage", ("bootstrap_truncated",), lambda c: not c.estimator.needs_critic,
            "with advantage.estimator={advantage.estimator!r}, which has no critic"),
-    Unused("advantage", ("weight_cap", "min_ess"), lambda c: not c.weighted,
+    Unused("advantage", ("weight_cap",), lambda c: not c.weighted, "with advantage.baseline={advantage.baseline!r}"),
+    Unused("advantage", ("min_ess",), lambda c: c.advantage.baseline != "weighted_leave_one_out",
            "with advantage.baseline={advantage.baseline!r}"),
     Need(lambda c: c.correction.surrogate in (None, c.loss.surrogate),
          "loss.correction={loss.correction!r} belongs to loss.surrogate={correction.surrogate!r}, not "

@@ -12,6 +12,7 @@ from streamrl.config.schema import (
     Config,
     EvalConfig,
     EvalSamplingConfig,
+    FilterConfig,
     LoraConfig,
     PublishWhen,
     SamplingConfig,
@@ -139,6 +140,11 @@ def _check_ranges(config: Config) -> None:
     _need(
         config.filter.refill or config.filter.zero_std or accuracy is not None,
         "filter.refill=false does nothing without a filter: set filter.zero_std=true or filter.accuracy_range too",
+    )
+    _need(
+        config.filter.zero_std or config.filter.min_std == FilterConfig().min_std,
+        f"filter.min_std={config.filter.min_std:g} does nothing with filter.zero_std=false: set that to true, or leave "
+        "it out",
     )
     _check_train_sampling(config.rollout.train.sampling)
     _check_train_split(config.rollout.train, config.distill.teacher)

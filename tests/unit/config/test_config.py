@@ -115,6 +115,7 @@ def test_an_unknown_key_names_the_nearest_valid_one(word, nearest):
         (["rollout.train.sampling.top_p=0"], "rollout.train.sampling.top_p=0 must be greater than 0."),
         (["eval.num_samples=-1"], "eval.num_samples=-1 must be at least 0"),
         (["eval.pin=false", "eval.pin_s=60"], "eval.pin_s=60 does nothing with eval.pin=false"),
+        (["filter.min_std=0.2"], "filter.min_std=0.2 does nothing with filter.zero_std=false"),
         (["experiment=nope"], "experiment=nope is unknown. Choose from colossal_grpo, colossal_ppo"),
         (["filter.accuracy_range=[0.9,0.1]"], "two numbers, the lower one first"),
         (["bare"], "is not a setting"),

@@ -134,9 +134,10 @@ def left_at(name: str, step: int, *, warmup: int, total: int, decay: int) -> flo
 def test_every_schedule_is_its_formula(name):
     options = {"cosine_with_restarts": {"num_cycles": 2}, "polynomial": {"power": 2.0},
                "warmup_stable_decay": {"decay_type": "1-sqrt"}}.get(name, {})
+    own = {"min_lr": 0.5 * (name != "constant"), "decay_ratio": 0.3 if name == "warmup_stable_decay" else 0.1}
     made = make_schedule(
-        OptimizerConfig(lr=2.0), ScheduleConfig(name, num_warmup_steps=2, decay_ratio=0.3, min_lr=0.5, options=options),
-        num_steps=10, steps_per_batch=2,
+        OptimizerConfig(lr=2.0), ScheduleConfig(name, num_warmup_steps=2, options=options, **own), num_steps=10,
+        steps_per_batch=2,
     )
 
     assert [made.lr_at(n) for n in range(4)] == pytest.approx([0.4, 0.8, 1.2, 1.6])
@@ -157,6 +158,21 @@ def test_a_schedule_of_ones_own_is_called_as_those_of_transformers_are():
     assert [made.lr_at(n) for n in range(6)] == [1, 1, 0.5, 0.5, 0.25, 0.25]
 
 
+@pytest.mark.parametrize(("given", "readers"), [
+    ({"min_lr": 0.5}, {*SCHEDULES, f"{__name__}:halved_every"} - {"constant"}),
+    ({"decay_ratio": 0.5}, {"warmup_stable_decay"}),
+])
+def test_a_schedule_reads_what_is_set_or_refuses_it_by_name(given, readers):
+    for name in (*SCHEDULES, f"{__name__}:halved_every"):
+        usual, own = ScheduleConfig(name, num_warmup_steps=2), ScheduleConfig(name, num_warmup_steps=2, **given)
+        if name in readers:
+            rates = [make_schedule(OptimizerConfig(lr=1.0), one, num_steps=20) for one in (usual, own)]
+            assert rates[0].lr_at(19) != rates[1].lr_at(19), name
+        else:
+            with pytest.raises(ConfigError, match=f"scheduler.{next(iter(given))}=0.5 does nothing with .*name={name}"):
+                make_schedule(OptimizerConfig(lr=1.0), own, num_steps=20)
+
+
 def test_the_schedule_of_the_settings_counts_its_warm_up_in_steps_of_the_run():
     made = make_schedule(
         OptimizerConfig(lr=2e-6), SchedulerConfig(name="linear", warmup_ratio=0.05, min_lr=1e-6), num_steps=50
@@ -167,7 +183,7 @@ def test_the_schedule_of_the_settings_counts_its_warm_up_in_steps_of_the_run():
 
 @pytest.mark.parametrize("name", ["linear", "cosine_with_min_lr", "warmup_stable_decay", "inverse_sqrt"])
 def test_a_schedule_begins_when_its_weights_are_trained(name):
-    scheduler = ScheduleConfig(name=name, num_warmup_steps=2, decay_ratio=0.5 * (name == "warmup_stable_decay"))
+    scheduler = ScheduleConfig(name=name, num_warmup_steps=2, decay_ratio=0.5 if name == "warmup_stable_decay" else 0.1)
     late = make_schedule(OptimizerConfig(lr=1.0), scheduler, num_steps=30, steps_per_batch=2, num_frozen_steps=10)
     alone = make_schedule(OptimizerConfig(lr=1.0), scheduler, num_steps=20, steps_per_batch=2)
     assert [late.lr_at(step) for step in range(20, 70)] == [alone.lr_at(step) for step in range(50)]
@@ -196,11 +212,15 @@ GRADIENTS = [[[3.0, 4.0], [0.0]], [[4.0, 3.0], [0.0]], [[-8.0, -6.0], [0.0]], [[
 COSINES = [None, 0.96, -1.0, 0.0]
 
 
-def test_the_cosine_of_consecutive_gradients_is_that_of_all_parameters_together():
+@pytest.mark.parametrize("unused_has_none", [False, True])
+def test_the_cosine_of_consecutive_gradients_is_that_of_all_parameters_together(unused_has_none):
     measured, before = GradientCosine(), None
+    parameters = [torch.zeros(2), torch.zeros(1)]
     for gradients, expected in zip(GRADIENTS, COSINES, strict=True):
-        tensors = [torch.tensor(one) for one in gradients]
-        found = measured.measure(tensors, grad_norm(tensors, ALONE), ALONE)
+        for parameter, one in zip(parameters, gradients, strict=True):
+            parameter.grad = None if unused_has_none and not any(one) else torch.tensor(one)
+        norm = grad_norm([one.grad for one in parameters if one.grad is not None], ALONE)
+        found = measured.measure(parameters, norm, ALONE)
         assert found == (None if expected is None else pytest.approx(expected, abs=1e-6))
         assert found is None or found == pytest.approx(cosine_of(before, gradients), abs=1e-6)
         before = gradients

@@ -304,6 +304,7 @@ def test_rho_bar_can_follow_the_effective_sample_size():
     ("settings", "message"),
     [
         ({"estimator": "group", "lam": 0.9}, "advantage.lam=0.9 does nothing"),
+        ({"estimator": "group", "baseline": "opob", "min_ess": 3.0}, "advantage.min_ess=3.0 does nothing with"),
         ({"estimator": "gae", "rho_bar": 2.0}, "advantage.rho_bar=2.0 does nothing"),
         ({"estimator": "gae", "options": {"leak": 0.5}}, "which 'gae' does not have"),
         ({"estimator": "gae", "discount": Discount.turn}, "discounts nothing"),
