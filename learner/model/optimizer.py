@@ -104,7 +104,7 @@ def make_schedule(
         value, usual = getattr(scheduler, name), getattr(ScheduleConfig(), name)
         if value != usual:
             raise ConfigError(
-                f"{setting}.{name}={value} does nothing with {setting}.name={scheduler.name}: leave it at {usual}, or "
+                f"{setting}.{name}={value} does nothing with {setting}.name={scheduler.name}: set it to {usual}, or "
                 "choose another schedule."
             )
     total = max(1, num_steps - num_frozen_steps) * steps_per_batch
