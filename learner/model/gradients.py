@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -69,12 +68,9 @@ class GradientCosine:
         self._before: dict[Tensor, Tensor] = {}
         self._norm = 0.0
 
-    def measure(self, parameters: Iterable[Tensor], norm: float, ranks: Ranks) -> float | None:
-        """The cosine, None in the first step; a collective call. `norm` is of all gradients, and finite.
-
-        A parameter that a step did not use, as an expert that no token went to, has no gradient: 0.
-        """
-        gradients = {one: one.grad for one in parameters if one.grad is not None}
+    def measure(self, module: nn.Module, norm: float, ranks: Ranks) -> float | None:
+        """The cosine, None in the first step; a collective call. `norm` is of all gradients, and finite."""
+        gradients = {one: one.grad for one in module.parameters() if one.grad is not None}  # none: of an unused expert
         found = None
         if norm and self._norm:
             products = [
@@ -105,7 +101,7 @@ def optimizer_step(
     norm = grad_norm(gradients, ranks)
     lr = schedule.lr_at(step) * lr_scale
     skipped = not math.isfinite(norm)
-    turned = cosine.measure(module.parameters(), norm, ranks) if cosine is not None and not skipped else None
+    turned = cosine.measure(module, norm, ranks) if cosine is not None and not skipped else None
     if not skipped and not frozen:
         if 0 < max_grad_norm < norm:
             torch._foreach_mul_([local_part(g) for g in gradients], max_grad_norm / (norm + 1e-6))

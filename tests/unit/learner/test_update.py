@@ -215,12 +215,12 @@ COSINES = [None, 0.96, -1.0, 0.0]
 @pytest.mark.parametrize("unused_has_none", [False, True])
 def test_the_cosine_of_consecutive_gradients_is_that_of_all_parameters_together(unused_has_none):
     measured, before = GradientCosine(), None
-    parameters = [torch.zeros(2), torch.zeros(1)]
+    module = torch.nn.ParameterList([torch.zeros(2), torch.zeros(1)])
     for gradients, expected in zip(GRADIENTS, COSINES, strict=True):
-        for parameter, one in zip(parameters, gradients, strict=True):
+        for parameter, one in zip(module, gradients, strict=True):
             parameter.grad = None if unused_has_none and not any(one) else torch.tensor(one)
-        norm = grad_norm([one.grad for one in parameters if one.grad is not None], ALONE)
-        found = measured.measure(parameters, norm, ALONE)
+        norm = grad_norm([one.grad for one in module if one.grad is not None], ALONE)
+        found = measured.measure(module, norm, ALONE)
         assert found == (None if expected is None else pytest.approx(expected, abs=1e-6))
         assert found is None or found == pytest.approx(cosine_of(before, gradients), abs=1e-6)
         before = gradients
