@@ -118,7 +118,7 @@ def has_learner(run_dir: Path) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds this lock."""
+    """True if a process holds this lock."""
     try:
         with open(path, "rb") as lock:
             return not _is_free(lock, fcntl.LOCK_SH)

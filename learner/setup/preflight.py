@@ -132,7 +132,7 @@ def has_chat_template(model_dir: Path) -> bool:
 
 
 def check_losses(config: Config) -> None:
-    """One objective step on synthetic data, and the making of the run's own. Raises ConfigError."""
+    """Make one objective step on synthetic data, then the objective of the run. Raises ConfigError."""
     from learner.setup.dry_run import LossSections, run_dry
     from learner.setup.trainer import make_objective, make_staleness
 

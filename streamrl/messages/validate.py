@@ -98,7 +98,7 @@ large that squares overflow float32 in the learner."""
 PART_BYTES = 1 << 15
 """Of token ids that are checked together."""
 LARGEST_STAT = 1e18
-"""Of an actor's numbers of itself: counts, seconds, bytes."""
+"""The most that an actor may tell of itself: counts, seconds, bytes."""
 
 
 class VersionTokens(Struct, array_like=True, frozen=True, gc=False):

@@ -90,7 +90,7 @@ class Sink:
     """A destination of the run's numbers. A sink overrides the methods that it needs; the others do nothing."""
 
     waits = False
-    """Whether calls wait for a server: then they are made in a thread of their own, in order, and hold up no step."""
+    """Calls wait for a server: they are made in a thread of their own, in order, and hold up no step."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """The resolved configuration as plain values, once, before the first metrics."""

@@ -30,7 +30,7 @@ OWNER = "owner.json"
 MAX_REQUEST_BYTES = 1 << 16
 MAX_AT_ONCE = 16
 MOST_FINISH_S = 86_400.0
-"""That an actor may be given to finish its leases."""
+"""The longest time that an actor may be given to finish its leases."""
 
 Answerer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """From a request, with `verb` and its arguments, to the answer; raises ControlError for one that is refused."""
@@ -94,7 +94,7 @@ def remove_dead_folders() -> None:
 
 
 def is_elsewhere(noted: Mapping[str, Any]) -> bool:
-    """Whether the process that left this note is of another machine or container, which has a name of its own."""
+    """True if the process that left this note is of another machine or container, which has a name of its own."""
     return noted.get("host", socket.gethostname()) != socket.gethostname()
 
 

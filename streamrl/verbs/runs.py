@@ -44,7 +44,7 @@ class NamedRun:
         return is_held(self.path / LAUNCH_LOCK) or not self._is_quiet(LAUNCH_NOTE)
 
     def _is_quiet(self, note: str) -> bool:
-        """Whether nothing was written for long by processes of another machine, whose ids say nothing here."""
+        """True if processes of another machine, whose ids say nothing here, have written nothing for long."""
         times = [one.stat().st_mtime for name in (note, "status.json") if (one := self.path / name).exists()]
         return datetime.now(UTC).timestamp() - max(times, default=0.0) > QUIET_S
 

@@ -205,7 +205,7 @@ def test_a_final_stop_ends_with_the_code_that_the_hub_names(reason, code):
 
 
 def ends_after(num: int, *, every_s: float, answers: int, rejected: tuple = ()) -> bool:
-    """Whether so many evictions end an actor that sends a group of so many answers after each."""
+    """True if so many evictions end an actor that sends a group of so many answers after each."""
     link, ended = linked(), False
     (member,) = example_of(Group).members[:1]
     for i in range(num):
