@@ -85,12 +85,12 @@ def _trainer_settings(config: Config, ranks: Ranks) -> TrainerSettings:
 def make_objective(
     config: Config, staleness: StalenessControl, controls: Mapping[str, Any], *, num_steps: int
 ) -> tuple[Objective, tuple[Shadow, ...]]:
-    """The training objective; weights of KL, entropy and constraints, and reward rules, go on from `controls`.
+    """The training objective and its shadows; weights of its terms and reward rules go on from `controls`.
 
     Args:
         num_steps: batches trained so far.
     Raises:
-        ConfigError: a setting that does nothing or is impossible beside the others.
+        ConfigError: a setting that does nothing or is impossible together with the others.
     """
     loss_weights = LossWeights(
         config.kl, config.entropy, config.constraint, config.loss, num_steps=num_steps,
