@@ -213,6 +213,10 @@ class LogLimit:
         self._left, self._at = float(burst), clock()
         self._num_left_out = 0
 
+    def error(self, text: str, *args: object) -> None:
+        """Log as `Logger.error` does, within the same limit."""
+        self._write(logging.ERROR, text, args)
+
     def warning(self, text: str, *args: object) -> None:
         """Log as `Logger.warning` does, but not too often, and cut to `MAX_CHARS`."""
         self._write(logging.WARNING, text, args)

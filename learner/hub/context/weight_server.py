@@ -22,6 +22,7 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Base, Installed, InstallSource, Layout, Manifest, Offer, Probed, Publish, VersionRef
 from streamrl.messages.validate import sound
 from streamrl.transport.authentication import Authenticator
+from streamrl.transport.peers import LogLimit
 from streamrl.transport.sockets import bind, bound_endpoint, hub_router
 from streamrl.weights.pull.chunk_server import MAX_PULL_BYTES, ChunkServer, ChunkSocket
 from streamrl.weights.transport import Published, Transport, load_transport
@@ -58,6 +59,7 @@ class WeightHealthTable:
         self._root_of, self._tolerance = root_of, tolerance
         self._health: dict[str, WeightHealth] = {}
         self._num_probes = self._num_failures = 0
+        self._limited_log = LogLimit(log)
 
     def _of(self, actor_id: str, incarnation: int) -> WeightHealth:
         found = self._health.get(actor_id)
@@ -92,8 +94,8 @@ class WeightHealthTable:
             return False
         if health.wrong != ref:
             health.wrong = ref
-            log.error("%s serves %s with root %s, published was %s: it gets no leases until it installs again",
-                      actor_id, ref, root.hex()[:8], published.hex()[:8])
+            self._limited_log.error("%s serves %s with root %s, published was %s: it gets no leases until it installs "
+                                    "again", actor_id, ref, root.hex()[:8], published.hex()[:8])
         return True
 
     def usable(self, actor_id: str, incarnation: int, ref: VersionRef, root: bytes) -> bool:
@@ -115,10 +117,10 @@ class WeightHealthTable:
             health.failed = probe.failed or f"probe differs by {probe.mean:.3g} nats, allowed {self._tolerance:g}"
             health.needs_score = health.needs_score or far
             self._num_failures += 1
-            log.error("QUARANTINE: %s does not compute with version %s as published: %s. Its leases are reissued and "
-                      "it gets none until it passes a probe", actor_id, ref, health.failed)
+            self._limited_log.error("QUARANTINE: %s does not compute with version %s as published: %s. Its leases are "
+                                    "reissued and it gets none until it passes a probe", actor_id, ref, health.failed)
         elif health.failed and (scored or not health.needs_score):
-            log.warning("%s passes its probe at version %s: it is out of quarantine", actor_id, ref)
+            self._limited_log.warning("%s passes its probe at version %s: it is out of quarantine", actor_id, ref)
             health.failed, health.needs_score = "", False
         return not health.failed
 

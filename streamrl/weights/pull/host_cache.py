@@ -153,6 +153,8 @@ class SharedReceiver:
         """Write what was pulled; from then on the shared pages are used, and the private copy is given back."""
         try:
             _write(pulled, path, lock)
+        except FileNotFoundError:
+            return pulled  # other members were two versions ahead, and retired the file while it was written
         except OSError as error:
             self._share.no_room(error)
             return pulled

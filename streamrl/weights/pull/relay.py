@@ -160,9 +160,9 @@ class Relay:
             self._in_flight.begin(BASE_REF, *([self._newest[0].ref] if self._newest is not None else []))
             try:
                 await self._fetch_news()
-            except WeightsError as error:
+            except (WeightsError, OSError, MemoryError) as error:
                 # The hub announces again to an actor that lags; until then actors are sent to it.
-                log.warning("%s", error)
+                log.warning("%s", error or "no memory for this version's weights")
                 self._in_flight.end(failed=True)
             else:
                 self._in_flight.end(failed=False)

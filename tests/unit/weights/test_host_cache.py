@@ -288,6 +288,25 @@ def test_where_there_was_no_room_no_process_waits_again_and_one_warning_is_enoug
     assert caplog.text.count("pulls for itself from now on") == 1
 
 
+def test_a_file_that_others_retire_while_it_is_written_is_no_full_disk(hub, member, layout, monkeypatch, caplog):
+    class Retired(host_share.DocumentWriter):
+        def commit(self):
+            for path in one.share.path.glob("w.*.tmp"):
+                path.unlink()
+            super().commit()
+
+    one = member()
+    _, first, offers, body = hub(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_share, "DocumentWriter", Retired)
+        assert whole(one.fetch(first, offers, layout)) == body
+    assert not one.share.full and "no room" not in caplog.text
+
+    _, second, offers, _ = hub(2)
+    one.fetch(second, offers, layout)
+    assert member().fetch(second, offers, layout).source == InstallSource.SHM
+
+
 def test_a_document_that_another_member_could_leave_is_used_where_there_was_no_room(hub, member, layout):
     _, manifest, offers, _ = hub()
     one, other = member(), member()

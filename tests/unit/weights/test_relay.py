@@ -299,6 +299,35 @@ def test_a_relay_that_cannot_reach_the_learners_weights_sends_its_actors_there(t
                 one.fetch_assets(offers, welcome.assets_nbytes, welcome.assets_digest, deadline_s=200)
 
 
+@pytest.mark.parametrize("failure", [MemoryError(), OSError(28, "No space left on device")])
+def test_a_relay_whose_machine_has_no_room_sends_its_actors_on_and_brings_the_next_version(
+    tmp_path, models, monkeypatch, failure
+):
+    monkeypatch.setattr(relay_chunks, "WAIT_FOR_ANNOUNCE_S", 0.2)
+    with LiveHub(tmp_path, config_of()) as hub:
+        hub.publish(0, models[0])
+        welcome = hub.connect().join()
+        with relay_of(hub) as relay:
+            until(lambda: relay.relay._document is not None)
+            fetch, failed = relay.relay.source.fetch, threading.Event()
+
+            def fail_once(*words, **options):
+                monkeypatch.setattr(relay.relay.source, "fetch", fetch)
+                failed.set()
+                raise failure
+
+            monkeypatch.setattr(relay.relay.source, "fetch", fail_once)
+            change(hub)
+            hub.publish(1, models[0])
+            assert failed.wait(100)
+            offers = [msgspec.structs.replace(welcome.offers[-1], name=relay.endpoint)]
+            with pytest.raises(source_module.VersionRetired):
+                puller(hub, welcome, None).fetch(relay.relay._newest[0], offers, welcome.layout, deadline_s=100)
+            change(hub)
+            hub.publish(2, models[0])
+            until(lambda: relay.relay._document.manifest.ref.version == 2)
+
+
 def manifest_of(ref: VersionRef) -> Manifest:
     return make_manifest(TEN_BYTES, ref, None, [bucket_digest(bytes(10))])
 

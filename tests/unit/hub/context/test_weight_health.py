@@ -44,6 +44,18 @@ def test_a_probe_that_fails_means_no_leases_until_one_passes(health, probe, capl
     assert (counts["num_probes"], counts["num_probe_failures"], counts["num_quarantined"]) == (3, 1, 0)
 
 
+@pytest.mark.parametrize("name", ["a root that changes", "a probe that changes"])
+def test_an_actor_that_is_wrong_again_and_again_does_not_fill_the_log(health, caplog, name):
+    for _ in range(1000):
+        if name == "a root that changes":
+            health.usable(*ONE, V1, ROOTS[V2])
+            health.usable(*ONE, V1, ROOTS[V1])
+        else:
+            health.probed(*ONE, V1, Probed(0.5, 0.9, "", 0.0))
+            health.probed(*ONE, V1, HEALTHY)
+    assert 1 <= len(caplog.records) < 100
+
+
 def test_an_actor_that_is_gone_counts_as_quarantined_only_once_it_is_back(health):
     health.probed(*ONE, V1, Probed(0.5, 0.9, "", 0.0))
     health.away("a1")
