@@ -5,6 +5,7 @@ A reward gets the record, the completion and the conversation before it. `envs.d
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 from envs.async_compat import call, suited
 from envs.data.shapes import RecordShape
+from envs.reward_file import written_reward
 from envs.reward_values import as_step
 from envs.rewards.answers import Boxed, Exact, FreeMath, ThinkAnswerTags
 from envs.rewards.code import Code
@@ -20,7 +22,7 @@ from envs.rewards.services import Judge, RewardModel, reward_model
 from envs.rewards.thoughts import whole
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record, RewardFunction, Step
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, describe
 from streamrl.extension import resolve
 
 
@@ -138,6 +140,9 @@ REWARDS: dict[str, MakeReward] = {
     "judge": Judge,
     "model": reward_model,
 }
+READS = {"messages", "completion", "completions", "response", "solution_str"}
+"""A function with one of these parameters scores an answer, as in a user's file; any other makes what does."""
+OWN = "Write a function of messages or completion, as docs/rewards.md shows, or a factory of (settings, shape)."
 
 
 def make_reward(settings: RewardConfig, shape: RecordShape, system_prompt: str | None = None) -> RewardFunction:
@@ -146,11 +151,11 @@ def make_reward(settings: RewardConfig, shape: RecordShape, system_prompt: str |
     Args:
         system_prompt: `data.system_prompt`.
     Raises:
-        ConfigError: an unknown name, or both settings at once.
+        ConfigError: an unknown name, both settings at once, or an own one that makes no reward.
     """
     if not settings.weights:
         assert settings.type is not None, "neither reward.type nor reward.weights is set"
-        found = resolve(settings.type, REWARDS, setting="reward.type")(settings, shape)
+        found = _made(settings.type, settings, shape, "reward.type")
         _tell_prompt({settings.type: found}, system_prompt)
         return found
     if settings.type is not None:
@@ -158,11 +163,24 @@ def make_reward(settings: RewardConfig, shape: RecordShape, system_prompt: str |
             f"reward.type={settings.type} and reward.weights are both set: leave one of them out, or put "
             f"{settings.type} into reward.weights."
         )
-    rewards = {
-        name: resolve(name, REWARDS, setting="reward.weights")(settings, shape) for name in settings.weights
-    }
+    rewards = {name: _made(name, settings, shape, "reward.weights") for name in settings.weights}
     _tell_prompt(rewards, system_prompt)
     return combine(rewards, settings.weights)
+
+
+def _made(name: str, settings: RewardConfig, shape: RecordShape, setting: str) -> RewardFunction:
+    found = resolve(name, REWARDS, setting=setting)
+    if name in REWARDS:
+        return found(settings, shape)
+    if inspect.isfunction(found) and READS & inspect.signature(found).parameters.keys():
+        return written_reward(found, shape, {}, name)
+    try:
+        made = found(settings, shape)
+    except Exception as error:  # of the user's own code
+        raise ConfigError(f"{setting}: {name} makes no reward: {describe(error)}. {OWN}") from error
+    if not callable(made):
+        raise ConfigError(f"{setting}: {name} gave {made!r:.60}, which scores nothing. {OWN}")
+    return made
 
 
 def _tell_prompt(rewards: Mapping[str, RewardFunction], system_prompt: str | None) -> None:

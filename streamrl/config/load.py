@@ -240,6 +240,9 @@ def _refuse_value(name: str, value: Any, bound: re.Match[str] | None) -> NoRetur
         allowed = "finite" if "e+300" in bound[2] else f"{BOUNDS[bound[1]]} {bound[2].removesuffix('.0')}"
     elif kind.startswith("list"):
         allowed = f"a list, e.g. {name}=[a,b]"
+    elif kind == "dict[str, float]" and isinstance(value, Mapping):
+        allowed = "a mapping from names to numbers; a name with a colon, as your own module:function, goes into a " \
+                  "settings file"
     elif kind.startswith("dict"):
         allowed = f"a mapping, e.g. {name}.key=value"
     elif any(part in TYPES for part in parts):

@@ -179,7 +179,8 @@ class ModelRewardConfig(ServiceConfig):
 @dataclass
 class RewardConfig:
     type: str | None = None
-    """How answers to records of `data.path` are scored: exact, math, boxed, code, judge, ... (docs/rewards.md)."""
+    """How answers to records of `data.path` are scored: exact, math, boxed, code, judge, ..., or your own as
+    package.module:function (docs/rewards.md)."""
     weights: dict[str, Number] = field(default_factory=dict)
     """Several rewards with weights instead of one type, e.g. `reward.weights={math: 1.0, repetition: 0.2}`."""
     correct: Positive = 1.0

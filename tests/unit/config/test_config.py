@@ -142,6 +142,7 @@ def test_the_advice_for_a_stop_string_of_a_new_line_is_right():
         ("trainer.num_steps=", "trainer.num_steps= must be a whole number"),
         ("trainer.num_steps=[1", "`trainer.num_steps=[1` cannot be read: a list is trainer.num_steps=[a,b]"),
         ("trainer=3", "trainer=3 must be a mapping"),
+        ("reward.weights={math: high}", "must be a mapping from names to numbers"),
         ("policy.optimizer.lr=1e-5x", "policy.optimizer.lr=1e-5x must be a number"),
         ("loss.cap=x", "loss.cap=x must be a number or null, e.g. loss.cap=0.5."),
         ("policy.tiny.enabled=maybe", "must be true or false, e.g. policy.tiny.enabled=false."),
