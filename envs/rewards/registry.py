@@ -13,7 +13,7 @@ from typing import Any
 
 from envs.async_compat import call, suited
 from envs.data.shapes import RecordShape
-from envs.reward_file import written_reward
+from envs.reward_file import GIVEN, SAME_AS, written_reward
 from envs.reward_values import as_step
 from envs.rewards.answers import Boxed, Exact, FreeMath, ThinkAnswerTags
 from envs.rewards.code import Code
@@ -140,7 +140,7 @@ REWARDS: dict[str, MakeReward] = {
     "judge": Judge,
     "model": reward_model,
 }
-READS = {"messages", "completion", "completions", "response", "solution_str"}
+READS = {*GIVEN, *SAME_AS, "prompts", "completions"}
 """A function with one of these parameters scores an answer, as in a user's file; any other makes what does."""
 OWN = "Write a function of messages or completion, as docs/rewards.md shows, or a factory of (settings, shape)."
 
