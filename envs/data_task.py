@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import PurePath
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from envs.agents.task import Unscored
 from envs.async_compat import call, suited
 from envs.data.dataset import Dataset, open_dataset, paths_of
 from envs.data.shapes import RecordShape, tool_schemas
-from envs.reward_file import EnvFactory, reward_from_file
+from envs.reward_file import EnvFactory, reward_from_file, reward_from_module
 from envs.reward_values import as_step
 from envs.rewards.registry import make_reward
 from streamrl.config.schema import DataConfig, EnvConfig, RewardConfig
@@ -109,7 +109,7 @@ def task_from_data(settings: TaskSettings) -> DataTask:
     if env.path is not None and named:
         raise TaskError(f"env.path={env.path} and the reward {named} both score answers: leave one of them out.")
     if env.path is None:
-        function = make_reward(reward, shape, data.system_prompt)
+        function = make_reward(reward, shape, data.system_prompt, partial(reward_from_module, shape))
         return DataTask(data, shape, player(function, f"reward {named}", shape), function)
     found = reward_from_file(env.path, dict(env.options), shape)
     if isinstance(found, EnvFactory):

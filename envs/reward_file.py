@@ -122,6 +122,14 @@ def written_reward(
     return suited(WrittenReward, function)(function, shape, options, name)
 
 
+def reward_from_module(shape: RecordShape, found: Any, name: str) -> WrittenReward | None:
+    """The reward of a function that asks for an answer or what belongs to one; None for anything else."""
+    asks = {*GIVEN, *SAME_AS, "prompts", "completions"}
+    if inspect.isfunction(found) and asks & inspect.signature(found).parameters.keys():
+        return written_reward(found, shape, {}, name)
+    return None
+
+
 class WrittenReward:
     """Calls a user's function with what it asks for by name."""
 

@@ -5,7 +5,6 @@ A reward gets the record, the completion and the conversation before it. `envs.d
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 
 from envs.async_compat import call, suited
 from envs.data.shapes import RecordShape
-from envs.reward_file import GIVEN, SAME_AS, written_reward
 from envs.reward_values import as_step
 from envs.rewards.answers import Boxed, Exact, FreeMath, ThinkAnswerTags
 from envs.rewards.code import Code
@@ -140,22 +138,26 @@ REWARDS: dict[str, MakeReward] = {
     "judge": Judge,
     "model": reward_model,
 }
-READS = {*GIVEN, *SAME_AS, "prompts", "completions"}
-"""A function with one of these parameters scores an answer, as in a user's file; any other makes what does."""
+Written = Callable[[Any, str], RewardFunction | None]
+"""Of what a module's attribute is, and its name: the reward of a function that scores answers, None for a factory."""
 OWN = "Write a function of messages or completion, as docs/rewards.md shows, or a factory of (settings, shape)."
 
 
-def make_reward(settings: RewardConfig, shape: RecordShape, system_prompt: str | None = None) -> RewardFunction:
+def make_reward(
+    settings: RewardConfig, shape: RecordShape, system_prompt: str | None = None,
+    written: Written = lambda found, name: None,
+) -> RewardFunction:
     """The reward that `reward.type` names, or the weighted sum of those in `reward.weights`.
 
     Args:
         system_prompt: `data.system_prompt`.
+        written: takes functions of a user's module as rewards; without it a module holds factories.
     Raises:
         ConfigError: an unknown name, both settings at once, or an own one that makes no reward.
     """
     if not settings.weights:
         assert settings.type is not None, "neither reward.type nor reward.weights is set"
-        found = _made(settings.type, settings, shape, "reward.type")
+        found = _made(settings.type, settings, shape, "reward.type", written)
         _tell_prompt({settings.type: found}, system_prompt)
         return found
     if settings.type is not None:
@@ -163,17 +165,17 @@ def make_reward(settings: RewardConfig, shape: RecordShape, system_prompt: str |
             f"reward.type={settings.type} and reward.weights are both set: leave one of them out, or put "
             f"{settings.type} into reward.weights."
         )
-    rewards = {name: _made(name, settings, shape, "reward.weights") for name in settings.weights}
+    rewards = {name: _made(name, settings, shape, "reward.weights", written) for name in settings.weights}
     _tell_prompt(rewards, system_prompt)
     return combine(rewards, settings.weights)
 
 
-def _made(name: str, settings: RewardConfig, shape: RecordShape, setting: str) -> RewardFunction:
+def _made(name: str, settings: RewardConfig, shape: RecordShape, setting: str, written: Written) -> RewardFunction:
     found = resolve(name, REWARDS, setting=setting)
     if name in REWARDS:
         return found(settings, shape)
-    if inspect.isfunction(found) and READS & inspect.signature(found).parameters.keys():
-        return written_reward(found, shape, {}, name)
+    if (own := written(found, name)) is not None:
+        return own
     try:
         made = found(settings, shape)
     except Exception as error:  # of the user's own code

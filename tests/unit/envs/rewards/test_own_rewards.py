@@ -2,11 +2,13 @@
 
 import asyncio
 import sys
+from functools import partial
 
 import pytest
 
 from envs.async_compat import call
 from envs.data.shapes import RecordShape
+from envs.reward_file import reward_from_module
 from envs.reward_values import as_step
 from envs.rewards.registry import make_reward
 from streamrl.config.schema import RewardConfig
@@ -52,7 +54,8 @@ def own_rewards(tmp_path, monkeypatch):
 def test_a_function_in_a_module_is_a_reward_as_in_a_file(own_rewards, name, form):
     named = f"{own_rewards}:{name}"
     settings = RewardConfig(type=named) if form == "type" else RewardConfig(weights={named: 1.0, "length": 0.0})
-    reward = make_reward(settings, RecordShape(None, None))
+    shape = RecordShape(None, None)
+    reward = make_reward(settings, shape, None, partial(reward_from_module, shape))
     record = {"question": "1 + 1", "answer": "2", "data_source": "sums"}
 
     def value(completion: str) -> float:
