@@ -113,15 +113,22 @@ class Renderer:
         """Text that follows the model's words as ids, encoded alone: no template, no special tokens.
 
         The model's words are known without the end of its turn and without special tokens. If the turn ended with one
-        of these (`last_token`) and the text, which cannot tell, writes it again, it stands once. One that the model
-        did not reach comes with the text.
+        of these (`last_token`) and the text, which cannot tell, writes it again, it stands once, also where the
+        template writes a space or other special tokens before it. One that the model did not reach comes with the text.
         """
         if last_token not in self._end_ids and last_token not in self.tokenizer.all_special_ids:
             return self.encode(text)
         ids, end = self.encode(text), self.whole_text([last_token])
         if ids and ids[0] == last_token:
             return ids[1:]
-        return self.encode(text[len(end) :]) if end and text.startswith(end) else ids
+        before = ""
+        if last_token in self._end_ids:
+            others = "|".join(map(re.escape, self._special))
+            before = rf"\s*(?:{others})*?"
+        again = re.match(before + re.escape(end), text)
+        if not end or again is None:
+            return ids
+        return self.encode(text[again.end() :])
 
     def may_follow(self, text: str, *, last_token: int) -> bool:
         """Tell whether this part of a rendered conversation can stand after the end of the model's turn as sampled.

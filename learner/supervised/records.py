@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,7 +33,8 @@ from streamrl.config.schema import DataConfig
 from streamrl.environment import SYSTEM_ROLES, THOUGHTS, ChatMessage, Record
 from streamrl.errors import ConfigError, TaskError
 
-_MARK = "\ue0f0mark\ue0f1"
+_MARK, _NAME = "\ue0f0mark\ue0f1", "\ue0f0name\ue0f1"
+_MARKS = re.compile(f"{_MARK}|{_NAME}")
 Encoded = tuple[np.ndarray, np.ndarray]
 """int32 [N] token ids, and bool [N] which of them are trained on."""
 
@@ -90,7 +92,10 @@ class Encoder:
     def _span(self, text: str, messages: list[Form], at: int, tools: Tools, done: int) -> tuple[int, int]:
         before, message = messages[:at], _marked(messages[at])
         other = self._rendered([*before, message, *messages[at + 1 :]], tools)
-        if _MARK not in other:
+        if message.get("tool_calls") and not _MARKS.search(other):  # it may write ids in place of names
+            message = _marked(messages[at], "id")
+            other = self._rendered([*before, message, *messages[at + 1 :]], tools)
+        if not _MARKS.search(other):
             raise TaskError(
                 f"the chat template leaves out message {at + 1}, of {messages[at]['role']}: give another with "
                 "data.chat_template"
@@ -104,7 +109,13 @@ class Encoder:
             first = begun + len(header)
         elif message.get("tool_calls"):
             first = max(done, first - self._num_opening(text[:first], alone, before, tools))
-        return first, last + self._num_closing(text[last:], alone.rpartition(_MARK)[2], calls=message.get("tool_calls"))
+        if not message.get("tool_calls"):
+            rest = alone.rpartition(_MARK)[2]
+            same = os.path.commonprefix([text[last:], rest])
+            return first, last + self._num_closing(same)
+        last, rest = _after_names(text, first, last, messages[at], other, alone)
+        same = os.path.commonprefix([text[last:], rest])
+        return first, last + self._num_closing_calls(same, header)
 
     def _num_opening(self, text: str, alone: str, before: list[Form], tools: Tools) -> int:
         """The number of characters, at the end of this text, that the template writes before the name of a call.
@@ -112,25 +123,38 @@ class Encoder:
         An answer without calls in the place of the calls has the same text before it.
         """
         bare = self._rendered([*before, {"role": "assistant", "content": _MARK}], tools)
-        opening = alone[len(os.path.commonprefix([alone, bare])) :].partition(_MARK)[0]
+        opening = _MARKS.split(alone[len(os.path.commonprefix([alone, bare])) :])[0]
         return len(opening) if text.endswith(opening) else 0
 
-    def _num_closing(self, text: str, alone: str, *, calls: Any) -> int:
+    @property
+    def _tokens(self) -> list[str]:
+        return [*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()]
+
+    def _num_closing(self, same: str) -> int:
         """The number of characters with which the model ends its turn, after the last that depends on its contents.
 
         Args:
-            text: all that follows in the conversation.
-            alone: all that follows where the conversation ends here: the token that ends a turn, not the header of the
-                next one, also stands there.
+            same: all that follows, as far as it also does where the conversation ends here: the token that ends a turn,
+                not the header of the next one, stands in both.
         """
-        tokens = [*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()]
-        if not calls:
-            return max((len(one) for one in tokens if text.startswith(one) and alone.startswith(one)), default=0)
-        same = os.path.commonprefix([text, alone])  # arguments, the end of the call, and of the turn
+        longest = sorted(self._tokens, key=len, reverse=True)
+        tokens = "|".join(map(re.escape, longest))
+        found = re.match(tokens, same)
+        end = self.tokenizer.eos_token
+        if end:  # some write a space or another one before it
+            before = rf"\s*(?:{tokens})*?"
+            found = re.match(before + re.escape(end), same) or found
+        return found.end() if found else 0
+
+    def _num_closing_calls(self, same: str, header: str) -> int:
+        """The same after the name of the last call: its arguments, the end of the call, and of the turn."""
+        for one in self._tokens:
+            if header.startswith(one):  # it opens another turn
+                same = same.partition(one)[0]
         end = self.tokenizer.eos_token
         if end and end in same:
             return same.index(end) + len(end)
-        ends = [same.rfind(one) + len(one) for one in tokens if one in same]
+        ends = [same.rfind(one) + len(one) for one in self._tokens if one in same]
         return max(ends, default=len(same.rstrip()))
 
     def _header(self, before: list[Form], tools: Tools) -> str:
@@ -191,19 +215,41 @@ def plain_template(tokenizer: Any) -> str:
     )
 
 
-def _marked(message: Form) -> Form:
-    """The message with marks in place of its contents; arguments of calls follow their names."""
+def _marked(message: Form, part: str = "name") -> Form:
+    """The message with marks in place of its contents; arguments of calls follow their names (or ids)."""
     marked = {
         key: _MARK for key in ("content", *THOUGHTS)
         if message.get(key) or (key == "content" and not message.get("tool_calls"))
     }
     if message.get("tool_calls"):
-        marked["tool_calls"] = [_with_name(call, _MARK) for call in message["tool_calls"]]
+        marked["tool_calls"] = [_with_mark(call, part) for call in message["tool_calls"]]
     return {**message, **marked}
 
 
-def _with_name(call: Form, name: str) -> Form:
-    return {**call, "function": {**call["function"], "name": name}} if "function" in call else {**call, "name": name}
+def _with_mark(call: Form, part: str) -> Form:
+    inner = part == "name" and "function" in call
+    return {**call, "function": {**call["function"], part: _NAME}} if inner else {**call, part: _NAME}
+
+
+def _after_names(text: str, first: int, last: int, message: Form, other: str, alone: str) -> tuple[int, str]:
+    """The place in the text after the last name of the message's calls, and what follows it in `alone`.
+
+    A template may write the names again with the results, which are not the message's; `other` and `alone` hold marks
+    in place of the names, `alone` ends with the message.
+    """
+    number = alone.count(_NAME)
+    if not 0 < number < other.count(_NAME):
+        return last, _MARKS.split(alone)[-1]
+    calls = message["tool_calls"]
+    names = (call.get("function", call)["name"] for call in calls)
+    either = "|".join(map(re.escape, names))
+    rest = re.escape(_NAME.join(other.split(_NAME)[number:]))
+    rest = rest.replace(re.escape(_NAME), f"(?:{either})")
+    rest = rest.replace(re.escape(_MARK), ".*?")
+    ending = re.compile(rest + r"\Z", re.DOTALL)
+    found = ending.search(text, first)
+    place = found.start() if found else last
+    return place, _NAME.join(alone.split(_NAME)[number:])
 
 
 COMPLETION_KEYS = ("completion", "response", "output", *ANSWER_KEYS)
