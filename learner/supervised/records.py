@@ -92,7 +92,9 @@ class Encoder:
     def _span(self, text: str, messages: list[Form], at: int, tools: Tools, done: int) -> tuple[int, int]:
         before, message = messages[:at], _marked(messages[at])
         other = self._rendered([*before, message, *messages[at + 1 :]], tools)
-        if message.get("tool_calls") and not _MARKS.search(other):  # it may write ids in place of names
+        calls = message.get("tool_calls")
+        if calls and not _MARKS.search(other):
+            # It may write ids in place of names.
             message = _marked(messages[at], "id")
             other = self._rendered([*before, message, *messages[at + 1 :]], tools)
         if not _MARKS.search(other):
@@ -107,9 +109,9 @@ class Encoder:
         begun = text.rfind(header, done, first) if header else -1
         if begun >= 0:
             first = begun + len(header)
-        elif message.get("tool_calls"):
+        elif calls:
             first = max(done, first - self._num_opening(text[:first], alone, before, tools))
-        if not message.get("tool_calls"):
+        if not calls:
             rest = alone.rpartition(_MARK)[2]
             same = os.path.commonprefix([text[last:], rest])
             return first, last + self._num_closing(same)
@@ -227,8 +229,11 @@ def _marked(message: Form, part: str = "name") -> Form:
 
 
 def _with_mark(call: Form, part: str) -> Form:
-    inner = part == "name" and "function" in call
-    return {**call, "function": {**call["function"], part: _NAME}} if inner else {**call, part: _NAME}
+    marked = {part: _NAME}
+    if part == "name" and "function" in call:
+        marked = {**call["function"], **marked}
+        return {**call, "function": marked}
+    return {**call, **marked}
 
 
 def _after_names(text: str, first: int, last: int, message: Form, other: str, alone: str) -> tuple[int, str]:
