@@ -15,10 +15,19 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from actors.engines.base import end_of_sequence_ids
-from envs.data.chat_template import Tools, plain_text, rendered, template_forms, template_text, writes_calls
+from envs.data.chat_template import (
+    Tools,
+    plain_text,
+    rendered,
+    shows_tools,
+    template_forms,
+    template_text,
+    writes_calls,
+)
 from envs.rewards.thoughts import TAIL, heard
 from streamrl.environment import SYSTEM_ROLES, ChatMessage, InputText
 from streamrl.errors import TaskError
@@ -73,7 +82,7 @@ class Renderer:
         self._end_ids = frozenset(end_ids) | end_of_sequence_ids(tokenizer)
         self._decode, self._encode = _decoder(tokenizer), _encoder(tokenizer)
         self._system_prompt = system_prompt
-        self._tool_prompt = "" if "tools" in self.template else tool_prompt
+        self._tool_prompt = tool_prompt
 
     @cached_property
     def users_tokenizer(self) -> Any:
@@ -105,9 +114,17 @@ class Renderer:
             return messages
         if self._system_prompt is not None and (not messages or messages[0].role not in SYSTEM_ROLES):
             messages = [ChatMessage("system", self._system_prompt), *messages]
-        if tools and self._tool_prompt:
+        if tools and self._tool_prompt and not self._shows_tools(messages):
             messages = _with_system_text(messages, self._tool_prompt)
+            tools = ()
         return self._template(messages, tools) if self.chat else "\n".join(map(plain_text, messages))
+
+    def _shows_tools(self, messages: Sequence[ChatMessage]) -> bool:
+        if not self.chat:
+            return False
+        return shows_tools(
+            self.tokenizer, messages, self._given_template
+        )
 
     def follow(self, text: str, *, last_token: int) -> list[int]:
         """Text that follows the model's words as ids, encoded alone: no template, no special tokens.
@@ -189,10 +206,22 @@ class Renderer:
         """A conversation that ends with words of the assistant is one for the model to continue."""
         begun = bool(messages) and messages[-1].role == "assistant"
         own = {} if self._given_template is None else {"chat_template": self._given_template}
-        return rendered(
-            self.tokenizer, template_forms(messages, self.template), tools, add_generation_prompt=not begun,
-            continue_final_message=begun, **own,
-        )
+        forms = template_forms(messages, self.template)
+        try:
+            return rendered(
+                self.tokenizer, forms, tools, add_generation_prompt=not begun,
+                continue_final_message=begun, **own,
+            )
+        except TemplateError as error:
+            hint = ""
+            if any(one.role == "tool" for one in messages):
+                hint = ", of env.tools with env.tool_use.role=user"
+            roles = ", ".join(one.role for one in messages[-8:])
+            raise TaskError(
+                f"the chat template refuses messages of {roles} "
+                f"({error}): change their roles{hint}, "
+                "or give another template with data.chat_template"
+            ) from error
 
     def encode(self, text: str) -> list[int]:
         """Text as ids, without special tokens around it."""

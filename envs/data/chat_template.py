@@ -13,15 +13,20 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError
 
-from streamrl.environment import THOUGHTS, ChatMessage
+from streamrl.environment import SYSTEM_ROLES, THOUGHTS, ChatMessage
 from streamrl.errors import ConfigError, TaskError
 
 log = logging.getLogger("streamrl.data")
 
 Tools = Sequence[Mapping[str, Any]]
+_THOUGHTS = rf"[.'\"](?:{'|'.join(THOUGHTS)})\b"
+"""A template that asks for a message's thoughts; others speak of them, or of `enable_thinking`."""
 Form = dict[str, Any]
 """A message as templates read it."""
 _warned: set[str] = set()
+_found: dict[Any, Any] = {}
+"""Findings on templates, by what was asked."""
+MAX_FOUND = 1000
 
 
 def template_text(tokenizer: Any) -> str:
@@ -58,14 +63,14 @@ def template_forms(messages: Sequence[ChatMessage], template: str) -> list[Form]
     """
     forms = [message.as_dict() for message in messages]
     for number, form in enumerate(forms, 1):
-        if form["role"] == "developer" and "developer" not in template:
+        if form["role"] == "developer" and not re.search(r"['\"]developer['\"]", template):
             form["role"] = "system"
         if form.get("tool_calls") and not writes_calls(template):
             raise TaskError(
                 f"message {number} has tool_calls, which the chat template does not write: give one that does with "
                 "data.chat_template"
             )
-        if any(form.get(name) for name in THOUGHTS) and not any(name in template for name in THOUGHTS):
+        if any(form.get(name) for name in THOUGHTS) and not re.search(_THOUGHTS, template):
             _tell_once(
                 "the chat template does not write reasoning_content: the model does not see that part of messages; "
                 "data.chat_template gives another"
@@ -74,7 +79,109 @@ def template_forms(messages: Sequence[ChatMessage], template: str) -> list[Form]
 
 
 def rendered(tokenizer: Any, forms: Sequence[Form], tools: Tools = (), **options: Any) -> str:
-    """The text of a conversation.
+    """The text of a conversation; tools that the template never shows are told once.
+
+    Raises:
+        TaskError: it leaves out a call, or a message that is not the assistant's. Also what the template raises.
+    """
+    whole = _rendered(tokenizer, forms, tools, **options)
+    given = options.get("chat_template")
+    if tools and not shows_tools(tokenizer, forms, given):
+        _tell_once(
+            "the chat template shows no tools: the model does not know "
+            "which there are; data.chat_template gives another"
+        )
+    for number in _left_out(tokenizer, forms, tools, options):
+        role = forms[number]["role"]
+        hint = ""
+        if role == "tool":
+            hint = " (of env.tools: env.tool_use.role=user)"
+        raise TaskError(
+            f"the chat template leaves out message {number + 1}, of {role}, "
+            "which the model would not read: change its role"
+            f"{hint}, or give another template with data.chat_template"
+        )
+    return whole
+
+
+def shows_tools(
+    tokenizer: Any, forms: Sequence[Any], template: str | None = None
+) -> bool:
+    """Tell whether the template shows tools to a conversation that begins like this one; yes, if none can say.
+
+    Args:
+        template: in place of the tokenizer's own.
+    """
+    first = forms[0] if forms else {"role": "user"}
+    role = first["role"] if isinstance(first, dict) else first.role
+    opening = ["system"] if role in SYSTEM_ROLES else []
+    asked = [{"role": one, "content": "?"} for one in [*opening, "user"]]
+    mark = "streamrltool"
+    takes = {"type": "object", "properties": {}}
+    function = {"name": mark, "description": mark, "parameters": takes}
+    tool = {"type": "function", "function": function}
+    given = {} if template is None else {"chat_template": template}
+
+    def look() -> bool:
+        try:
+            return mark in _rendered(
+                tokenizer, asked, [tool],
+                add_generation_prompt=True, **given,
+            )
+        except Exception:  # a template raises what it likes
+            return True
+
+    key = template or template_text(tokenizer), bool(opening)
+    return bool(_known(key, look))
+
+
+def _left_out(
+    tokenizer: Any, forms: Sequence[Form], tools: Tools,
+    options: Mapping[str, Any],
+) -> list[int]:
+    """Places of the messages, the assistant's aside, whose content the template does not write."""
+    marks = {
+        number: f"streamrlsaid{number}end"
+        for number, form in enumerate(forms)
+        if form.get("content") and form["role"] != "assistant"
+    }
+
+    def look() -> list[int]:
+        marked = [
+            {**form, "content": marks[number]} if number in marks else form
+            for number, form in enumerate(forms)
+        ]
+        try:
+            text = _rendered(tokenizer, marked, tools, **options)
+        except Exception:  # it looks at what contents say
+            return []
+        text = text.casefold()
+        return [one for one, mark in marks.items() if mark not in text]
+
+    template = options.get("chat_template") or template_text(tokenizer)
+    flags = tuple(sorted(
+        name for name, value in options.items() if value is True
+    ))
+    shape = tuple(
+        (form["role"], *sorted(name for name in form if form[name]))
+        for form in forms
+    )
+    key = template, flags, bool(tools), shape
+    return list(_known(key, look))
+
+
+def _known(key: Any, look: Callable[[], Any]) -> Any:
+    """The finding of this key, looked for once."""
+    found = _found.get(key)
+    if found is None:
+        if len(_found) >= MAX_FOUND:
+            _found.clear()
+        found = _found[key] = look()
+    return found
+
+
+def _rendered(tokenizer: Any, forms: Sequence[Form], tools: Tools = (), **options: Any) -> str:
+    """The text of a conversation whose calls are all written.
 
     Arguments of calls are given as objects, or as JSON to a template that wants texts; where it cannot do without the
     content of a call, that is an empty text. Which of these it reads is seen by calls with marks in their place.

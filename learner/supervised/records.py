@@ -172,6 +172,8 @@ class Encoder:
     def _rendered(self, messages: list[Form], tools: Tools, **options: Any) -> str:
         try:
             return rendered(self.tokenizer, messages, tools, **options)
+        except TaskError:
+            raise
         except Exception as error:  # a template raises what it likes
             raise TaskError(
                 f"the chat template refuses the {len(messages)} messages ({error}): change them, or give another "
