@@ -13,6 +13,17 @@ MAX_SPAN = 7168
 """Most sequence numbers from the oldest entry to the next; the hub's dedup window is a little wider."""
 
 
+def as_ranges(seqs: Iterable[int]) -> tuple[SeqRange, ...]:
+    """Join ascending integers to inclusive ranges."""
+    ranges: list[tuple[int, int]] = []
+    for seq in seqs:
+        if ranges and ranges[-1][1] == seq - 1:
+            ranges[-1] = (ranges[-1][0], seq)
+        else:
+            ranges.append((seq, seq))
+    return tuple(ranges)
+
+
 @dataclass(slots=True)
 class Entry:
     frame: bytes
@@ -81,10 +92,4 @@ class Outbox:
 
     def seq_ranges(self) -> tuple[SeqRange, ...]:
         """The seqs held, as inclusive ranges in order."""
-        ranges: list[tuple[int, int]] = []
-        for seq in self._entries:
-            if ranges and ranges[-1][1] == seq - 1:
-                ranges[-1] = (ranges[-1][0], seq)
-            else:
-                ranges.append((seq, seq))
-        return tuple(ranges)
+        return as_ranges(self._entries)

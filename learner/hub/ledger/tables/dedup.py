@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from learner.hub.ledger.tables.groups import Delivery
 from streamrl.messages import Ack, Rejection, RejectReason, SeqRange
+from streamrl.transport.outbox import as_ranges
 
 MAX_FENCED = 64  # incarnations remembered for each actor
 # Senders without a link that are remembered. Forgetting one is safe, because (group, member) is the authority.
@@ -54,17 +55,6 @@ class SeqWindow:
     def ranges(self) -> tuple[SeqRange, ...]:
         """List what lies above `upto`, as inclusive ranges."""
         return as_ranges(self.upto + 1 + i for i in range(self.bits.bit_length()) if self.bits >> i & 1)
-
-
-def as_ranges(seqs: Iterable[int]) -> tuple[SeqRange, ...]:
-    """Join ascending integers to inclusive ranges."""
-    ranges: list[tuple[int, int]] = []
-    for seq in seqs:
-        if ranges and ranges[-1][1] == seq - 1:
-            ranges[-1] = (ranges[-1][0], seq)
-        else:
-            ranges.append((seq, seq))
-    return tuple(ranges)
 
 
 def outbox_error(outbox: Sequence[SeqRange], next_seq: int, window: int) -> str | None:
