@@ -34,22 +34,24 @@ _NAMES = {
     "hour": "h hr", "day": "", "week": "", "month": "", "year": "yr", "l": "liter litre", "ml": "milliliter",
     "degree": r"deg ^\circ °", "radian": "rad", "dollar": f"{CURRENCY} $ usd buck", "euro": "€", "cent": "¢",
     "unit": "", "newton": "n", "joule": "j", "watt": "w", "volt": "v", "kelvin": "k", "hertz": "hz", "mile/hour": "mph",
-    "km/hour": "kmh kph",
+    "km/hour": "kmh kph", "am": "", "pm": "",
     PERCENT: r"\% percent pct percentage",
 }  # fmt: skip
 UNITS = {alias: name for name, aliases in _NAMES.items() for alias in (name, *aliases.split())}
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _CHANGES = {"and", "or", "plus", "minus", "times", "half", "third", "quarter", "over", "dozen", "to", "x", "not"} | set(
-    "zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty".split()
+    "zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty halves thirds "
+    "fourths fifths sixths sevenths eighths ninths tenths hundredths thousandths millionths".split()
 )
 """Words after a number that make it another one: what they say is not read."""
 _TEXT = r"\\text\{(?:[^{}\d^]|\^\s*\{?-?\d\}?)*\}"
 _WORD = rf"(?:{_TEXT}|(?<![\\A-Za-z])[A-Za-z]{{2,}}|(?<=[ /])[msghlLNJWVK](?![A-Za-z]))"
 _SUFFIX = re.compile(
-    rf"\s*((?:\\?%|\^\s*\\circ\s*(?:\\text\{{\s*)?[CF]?\}}?|{_WORD})(?:\s*(?:/|\\cdot|\^\s*\{{?-?\d\}}?|{_WORD}))*)\.?$"
+    rf"\s*((?:\\?%|[{CURRENCY}€£¢]|"
+    rf"\^\s*\\circ\s*(?:\\text\{{\s*)?[CF]?\}}?|{_WORD})(?:\s*(?:/|\\cdot|\^\s*\{{?-?\d\}}?|{_WORD}))*)\.?$"
 )
-_PREFIX = re.compile(rf"^([+-]?)\s*([{CURRENCY}€£])\s*(?=[\d.])")
+_PREFIX = re.compile(rf"^([+-]?)\s*([{CURRENCY}€£])\s*(?=[+-]?\s*[\d.])")
 
 
 class Quantity(NamedTuple):
@@ -73,8 +75,9 @@ def quantity(text: str) -> Quantity:
     plain = re.sub(_TEXT, lambda found: f" {found[0][6:-1]} ", suffix).strip()
     if plain == suffix and number(value) is None and suffix not in ("%", r"\%") and r"\circ" not in suffix:
         return Quantity(text, unit)  # letters after an expression are factors of it
-    names = re.findall(r"\\?%|\^\s*\\circ|\^\s*\{?-?\d\}?|[^\W\d_]+|[/£€¢$]", plain.lower().replace(r"\cdot", " "))
-    if _CHANGES & set(names) or (plain == suffix and not _stands_alone(text[found.start() :], names)):
+    names = re.findall(r"\\?%|\^\s*\\circ|\^\s*\{?-?\d\}?|[^\W\d_]+|[/£€¢$¤]", plain.lower().replace(r"\cdot", " "))
+    changed = _CHANGES & set(names) or names[:1] in (["squared"], ["cubed"])
+    if changed or (plain == suffix and not _stands_alone(text[found.start() :], names)):
         return Quantity(text, unit)
     scales = [_SCALES[name.removesuffix("s")] for name in names if name.removesuffix("s") in _SCALES]
     if scales:
@@ -333,7 +336,8 @@ def _parse(text: str) -> Any:
         return None
     try:
         from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy
-        from sympy import Derivative, Float, I, Rational, Symbol
+        from sympy import Derivative, Float, I, Rational, Symbol, nan, zoo
+        from sympy.logic.boolalg import BooleanAtom
     except ImportError:
         return None
     rules = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
@@ -342,19 +346,27 @@ def _parse(text: str) -> Any:
             _FACTORS.sub(r"\1 \\cdot ", text), is_real=None,
             normalization_config=rules, conversion_config=ConversionConfig(lowercase_symbols=False)
         )
-        if found.has(Derivative):
-            return None  # dy/dx is no derivative to be taken, which would be zero
+        if found.has(Derivative, zoo, nan):
+            return None  # dy/dx is no derivative to be taken, which would be zero, and 1/0 no value
         exact = {value: Rational(str(value)) for value in found.atoms(Float)}
-        return found.subs(exact | {Symbol("i"): I}) if exact or Symbol("i") in found.free_symbols else found
+        found = found.subs(exact | {Symbol("i"): I}) if exact or Symbol("i") in found.free_symbols else found
+        return None if isinstance(found, BooleanAtom) else found  # 2.5 = 2.5 is no more than true
     return None
 
 
 def _verify(gold: Any, answer: Any) -> bool:
     """Two expressions are compared exactly; relations and sets by math-verify, whose parts are."""
     from math_verify import grader
+    from math_verify.grader import solve
     from sympy import Expr, MatrixBase
+    from sympy.core.relational import Relational
 
     from envs.rewards.mathematics.exact import same
+
+    def solutions(*args: Any, **options: Any) -> Any:
+        if not (found := solve(*args, **options)):
+            raise ValueError("nothing solves it")
+        return found
 
     def same_part(left: Any, right: Any, *_: Any) -> bool:
         if isinstance(left, MatrixBase) and isinstance(right, MatrixBase):
@@ -363,6 +375,9 @@ def _verify(gold: Any, answer: Any) -> bool:
 
     if isinstance(gold, Expr | MatrixBase) and isinstance(answer, Expr | MatrixBase):
         return same_part(gold, answer)
-    # It takes all that is nearer to zero than 1e-15 for equal.
-    with patch.multiple(grader, sympy_numeric_eq=same_part, sympy_symbolic_eq=same_part):
+    both = isinstance(gold, Relational) and isinstance(answer, Relational)
+    if both and not (gold.free_symbols and answer.free_symbols):  # 2 + 2 = 4 and 1 = 1 are both true, and differ
+        return type(gold) is type(answer) and all(map(same_part, gold.args, answer.args))
+    # It takes all that is nearer to zero than 1e-15 for equal, and equations without solutions.
+    with patch.multiple(grader, sympy_numeric_eq=same_part, sympy_symbolic_eq=same_part, solve=solutions):
         return bool(grader.verify([gold], [answer], timeout_seconds=None))

@@ -13,13 +13,17 @@ _WIDE = str.maketrans({
     "±": r"\pm ", "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
     "θ": r"\theta ",
     "≈": r"\approx ", "ℝ": r"\mathbb{R}", "…": r"\ldots ", "∨": r"\lor ", "∧": r"\land ",
-    "\u00a0": " ", "\u202f": " ", "\u2009": " ",
+    "\u00a0": " ", "\u202f": " ", "\u2009": " ", "，": ", ", "、": ", ", "；": "; ", "（": "(", "）": ")", "％": "%",
 })  # fmt: skip
 _FUNCTIONS = "exp|ln|log|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|sec|csc"
 _ARGUMENT = r"\s*[(\d]|\s*\\[, ]?\s*(?:\d|\\?(?:frac|sqrt|pi))|\s+[a-z](?![a-z])"
+_ARRAY = r"\\begin\s*\{(array|(?:small)?matrix)\}(?:\s*\{[^{}]*\})?(.*?)\\end\s*\{\1\}"
+_HALF_DAY = r"([ap])\.?\s?m"
 _REWRITTEN = [
+    (r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))", ","),
     (r"\\\$|\$(?=\d[^$]*$)", CURRENCY),
     (r"\$+|(?<!\\)\\[()\[\]]|\\displaystyle|\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?|\\!|\\limits", ""),
+    (rf"(?s)\(\s*{_ARRAY}\s*\)|\[\s*{_ARRAY.replace('1', '3')}\s*\]", r"\\begin{pmatrix}\2\4\\end{pmatrix}"),
     (r"(?<=\d)(?:\\,|\{,\}|\\ )(?=\d{3}(?!\d))", ","),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
     (r"\\(?:lbrace|\{)\s*", r"\\{"), (r"\s*\\(?:rbrace|\})", r"\\}"),
@@ -37,11 +41,15 @@ _REWRITTEN = [
     (r"\*\*", "^"), (r"\\varnothing(?![a-zA-Z])|\\\{\\\}", r"\\emptyset"),
     (r"\\degree(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
     (r"([_^])\{(\w)\}", r"\1\2"),
+    (r"\\text\{\s*(\d{1,2}:\d\d)\s+([^{}]+)\}", r"\1 \\text{\2}"),
+    (rf"(?i)(:\d\d|\d(?=\s*(?:\\text\{{\s*{_HALF_DAY}|[ap]\.\s?m)))\s*(\\text\{{\s*)?{_HALF_DAY}\.?(?(3)\s*\}})\.?\s*$",
+     r"\1 \\text{\4m}"),
 ]  # fmt: skip
 _REWRITTEN_RE = [(re.compile(pattern), new) for pattern, new in _REWRITTEN]
 TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _BETWEEN = re.compile(
     r",?\s*\\text\{\s*(and|or)\s*\}\s*|(?<=[\s\w)}\]]),?\s+(and|or)\s+(?=\S)|"
+    r"(?<=[\d)}\]])(and|or)(?=[\d(\[\\+-]|[a-z]\s*[<>=(])|"
     r"\\(?:(wedge|land)|vee|lor)(?![a-zA-Z])"
 )
 RELATION = re.compile(r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|[<>]")
@@ -77,15 +85,16 @@ def clean(text: str) -> str:
     related = RELATION.search(text) or r"\ne " in text
     text = _BETWEEN.sub(lambda found: _between(found, related=bool(related)), text)
     text = _TEXT.sub(lambda found: ", ".join(rf"\text{{{item}}}" for item in found[1].split(",")), text)
-    return re.sub(r"\s+", " ", text).strip(" .;:" if not text.strip().startswith(".") else " ")
+    text = re.sub(r"\s+", " ", text).rstrip(" .;:")
+    return text.lstrip(" .;:" if not text.strip().startswith(".") else " ")
 
 
 def _between(found: re.Match[str], *, related: bool) -> str:
     """Inequalities are joined by what they are joined by, other answers by commas; \\lor of neither is logic."""
-    word = found[1] or found[2]
+    word = found[1] or found[2] or found[3]
     if not related:
-        return ", " if word or (not found[3] and "=" in found.string) else found[0]
-    return r" \land " if word == "and" or found[3] else r" \lor "
+        return ", " if word or (not found[4] and "=" in found.string) else found[0]
+    return r" \land " if word == "and" or found[4] else r" \lor "
 
 
 def bare(text: str) -> str:
