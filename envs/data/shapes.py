@@ -22,7 +22,7 @@ from streamrl.messages.actors import MAX_RECORD_BYTES
 
 PROMPT_KEYS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
 ANSWER_KEYS = (
-    "answer", "gt_answer", "ground_truth", "solution", "label", "target", "final_answer", "reward_model.ground_truth",
+    "answer", "gt_answer", "ground_truth", "final_answer", "solution", "label", "target", "reward_model.ground_truth",
 )
 """Where prompt and answer are looked for, in this order, unless a setting says where."""
 ASCII = "".join(map(chr, range(ord(" "), ord("~") + 1))) + "\n"

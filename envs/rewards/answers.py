@@ -6,10 +6,11 @@ answer alone; its parts `format_acc` and `ans_acc` are logged by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
-from envs.data.shapes import RecordShape
+from envs.data.shapes import RecordShape, shown
 from envs.rewards.extract import (
     ANSWER_TAGS,
     final_answer,
@@ -30,6 +31,18 @@ MAX_ANSWER_CHARS = 300
 """An own answer that is longer, without a box or ####, is taken for a whole solution."""
 Grader = Callable[[str, str], bool]
 """Whether the second answer is the same as the first, the record's own."""
+
+
+def one_text(answer: Any) -> str:
+    """A record's own answer as text. Raises TaskError for several, whose meaning a reward by name cannot know."""
+    if isinstance(answer, list | tuple) and len(answer) == 1:
+        answer = answer[0]
+    if answer is None or isinstance(answer, list | tuple | Mapping):
+        raise TaskError(
+            f"the right answer is {shown(answer)}: give one text or number, name a field inside it, such as "
+            "data.answer_key=reward_model.ground_truth.target, or compare it in a reward of your own (env.path)"
+        )
+    return str(answer)
 
 
 class MathGrader:
@@ -75,7 +88,7 @@ class _FoundAnswer:
 
     def is_no_answer(self, record: Record) -> bool:
         """Whether the record's own answer is a whole text, which no answer will equal."""
-        answer = str(self._shape.answer(record) or "").strip()
+        answer = one_text(self._shape.answer(record) or "").strip()
         return final_answer(answer) == answer and (len(answer) > MAX_ANSWER_CHARS or "\n\n" in answer)
 
     def well_formed(self, completion: str) -> bool:
@@ -83,8 +96,8 @@ class _FoundAnswer:
         return self.find(spoken(completion)) is not None and (not tags or has_format(completion, tags))
 
     def __call__(self, record: Record, completion: str, prompt: Sequence[ChatMessage]) -> Step:
-        gold, answer = final_answer(str(self._shape.required_answer(record))), self.find(spoken(completion))
-        right = float(answer is not None and self._grader(gold, answer))
+        gold, answer = final_answer(one_text(self._shape.required_answer(record))), self.find(spoken(completion))
+        right = float(bool(gold) and answer is not None and self._grader(gold, answer))
         formatted = self.well_formed(whole(completion))
         parts = {"format_acc": float(formatted), "ans_acc": right}
         return Step(reward=self._settings.correct * right * formatted, score=right, parts=parts)
@@ -99,7 +112,7 @@ class Boxed(_FoundAnswer):
         return last_boxed(completion)
 
     def target(self, record: Record, answer: str) -> str:
-        return f"\\boxed{{{final_answer(str(answer))}}}"
+        return f"\\boxed{{{final_answer(one_text(answer))}}}"
 
 
 class ThinkAnswerTags(_FoundAnswer):
@@ -119,7 +132,7 @@ class ThinkAnswerTags(_FoundAnswer):
         return has_format(completion.rstrip(), self._settings.format_tags or ANSWER_TAGS)
 
     def target(self, record: Record, answer: str) -> str:
-        return f"<think> </think><answer> {final_answer(str(answer))} </answer>"
+        return f"<think> </think><answer> {final_answer(one_text(answer))} </answer>"
 
 
 class FreeMath(_FoundAnswer):
@@ -136,7 +149,7 @@ class FreeMath(_FoundAnswer):
         return not self._settings.format_tags or has_format(completion, self._settings.format_tags)
 
     def target(self, record: Record, answer: str) -> str:
-        return f"\\boxed{{{final_answer(str(answer))}}}"
+        return f"\\boxed{{{final_answer(one_text(answer))}}}"
 
 
 class Exact(_FoundAnswer):

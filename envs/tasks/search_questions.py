@@ -66,7 +66,7 @@ class SearchEnv:
             self._num_searches += 1
             return Step(0.0, done=False, text=information(self._library.best(found[2])))
         given = normalized(found[2])
-        right = float(any(given == normalized(answer) for answer in self._answers(self._record)))
+        right = float(bool(given) and any(given == normalized(answer) for answer in self._answers(self._record)))
         parts = {"searches": float(self._num_searches)}
         if self._format_reward:
             parts["format"] = self._format_reward
@@ -121,7 +121,7 @@ def information(found: Sequence[str]) -> str:
 def normalized(answer: str) -> str:
     """Lower case, without articles, punctuation and double spaces: https://arxiv.org/abs/1606.05250, section 6."""
     bare = "".join(c for c in answer.lower() if c not in string.punctuation)
-    return " ".join(_ARTICLE.sub(" ", bare).split())
+    return " ".join(_ARTICLE.sub(" ", bare).split()) or " ".join(bare.split()) or answer.strip()  # A, The The, ?
 
 
 def checked_results(num_results: int) -> int:

@@ -259,7 +259,8 @@ def _after_names(text: str, first: int, last: int, message: Form, other: str, al
     return place, _NAME.join(alone.split(_NAME)[number:])
 
 
-COMPLETION_KEYS = ("completion", "response", "output", *ANSWER_KEYS)
+COMPLETION_KEYS = ("completion", "response", "output", *sorted(ANSWER_KEYS, key="final_answer".__eq__))
+"""A worked solution is learned before a final answer alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ def test_splits_share_no_person_and_every_document_belongs_to_the_world() -> Non
 
 @pytest.mark.parametrize(
     ("given", "right", "same"),
-    [("The Beatles!", "beatles", True), (" New  York ", "new york", True), ("York", "New York", False)],
+    [("The Beatles!", "beatles", True), (" New  York ", "new york", True), ("York", "New York", False),
+     ("", "A", False), ("the", "The The", False), ("the the!", "The The", True), ("", "?", False), ("a", "A", True)],
 )
 def test_answers_are_compared_apart_from_case_articles_and_punctuation(given: str, right: str, same: bool) -> None:
     assert (normalized(given) == normalized(right)) == same

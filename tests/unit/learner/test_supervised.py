@@ -558,6 +558,11 @@ def test_a_number_is_an_answer_as_csv_would_give_it(key, answer, text):
     assert shape_of(DATA, pairs=False).messages({"question": "q", key: answer})[-1].content == text
 
 
+def test_a_worked_solution_is_learned_and_not_the_final_answer_beside_it():
+    both = {"question": "q", "solution": "worked out", "final_answer": "5"}
+    assert shape_of(DATA, pairs=False).messages(both)[-1].content == "worked out"
+
+
 @pytest.mark.parametrize("answer", [True, ["a"], {"a": 1}])
 def test_an_answer_that_is_neither_text_nor_number_is_refused(answer):
     with pytest.raises(TaskError, match="field 'answer'"):

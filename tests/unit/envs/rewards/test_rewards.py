@@ -15,13 +15,14 @@ from envs.data.shapes import RecordShape
 from envs.data_task import task_from_data
 from envs.json_service import listening
 from envs.registry import task_of
-from envs.rewards.answers import Boxed
+from envs.rewards.answers import Boxed, Exact, FreeMath
 from envs.rewards.registry import REWARDS, combine, make_reward
 from envs.rewards.services import read_score
 from envs.rewards.verifier_server import PATH, checking
 from envs.sandbox import SandboxPool
 from streamrl.config.load import load_config
 from streamrl.config.rules import eval_sampling
+from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Step
 from streamrl.errors import ConfigError, TaskError
 from tests.fakes.service import in_thread
@@ -101,6 +102,30 @@ def test_a_records_target_earns_the_whole_reward(play, tmp_path, kind):
     play("4", f"reward.type={kind}")
     task = task_from_data(load_config(["experiment=quickstart", "data.path=train.jsonl", f"reward.type={kind}"]))
     assert play(task.target({"question": "?", "answer": "4"}), f"reward.type={kind}").reward == 1
+
+
+@pytest.mark.parametrize("answer", ["#### ", r"It is \boxed{}", " \n"])
+@pytest.mark.parametrize(("kind", "completion"), [(Exact, ""), (Boxed, r"\boxed{}"), (FreeMath, "<answer></answer>")])
+def test_nothing_is_not_the_answer_to_a_record_whose_answer_is_empty(kind, completion, answer):
+    reward = kind(RewardConfig(), RecordShape())
+    assert reward({"question": "1 + 1", "answer": answer}, completion, ()).reward == 0.0
+
+
+@pytest.mark.parametrize("kind", ["exact", "boxed", "math", "think_answer_tags"])
+@pytest.mark.parametrize(("fields", "known"), [
+    ({"answer": ["7"]}, "7"), ({"answer": [7]}, "7"), ({"solution": ["Add them all."], "final_answer": ["7"]}, "7"),
+    ({"solution": "Add them all.", "final_answer": "7"}, "7"),
+    ({"answer": []}, None), ({"answer": ["7", "seven"]}, None),
+    ({"reward_model": {"ground_truth": {"target": ["7"]}}}, None),
+])
+def test_an_answer_in_a_list_of_one_is_that_answer_and_any_other_list_is_refused(kind, fields, known):
+    reward, record = make_reward(RewardConfig(type=kind), RecordShape()), {"question": "3 + 4", **fields}
+    completion = reward.target(record, "7") if hasattr(reward, "target") else "7"
+    if known is None:
+        with pytest.raises(TaskError, match="give one text or number"):
+            reward(record, completion, ())
+    else:
+        assert reward(record, completion, ()).reward == 1.0
 
 
 @pytest.mark.shows("reward.correct", "reward.format_tags", "reward.length_chars")
