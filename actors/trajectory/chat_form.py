@@ -236,16 +236,25 @@ def as_messages(
         raise TaskError(
             f"the client got the prompt {messages!r:.60}: give a list of messages, a text, or a list of token ids"
         )
-    return [_message(one, texts, tools, writes_calls) for one in messages]
+    names: dict[Any, Any] = {}
+    return [_message(one, texts, tools, writes_calls, names) for one in messages]
 
 
-def _message(one: Any, texts: Written, tools: Sequence[Any], writes_calls: bool) -> ChatMessage:
+def _message(
+    one: Any, texts: Written, tools: Sequence[Any], writes_calls: bool, names: dict[Any, Any]
+) -> ChatMessage:
     fields = _fields(one, ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"))
     calls = [_fields(call, ("id", "type", "function", "name", "arguments")) for call in fields.get("tool_calls") or ()]
     for call in calls:
         if "function" in call:
             call["function"] = _fields(call["function"], ("name", "arguments"))
+        if isinstance(call.get("id"), str):
+            names[call["id"]] = call.get("function", call).get("name")
     fields["tool_calls"] = calls
+    # The OpenAI client sends the id alone, and templates such as Hermes 2's refuse a result without the tool's name.
+    called = names.get(fields.get("tool_call_id")) if isinstance(fields.get("tool_call_id"), str) else None
+    if called is not None:
+        fields.setdefault("name", called)
     try:
         if calls:
             said = ChatMessage.of({**fields, "content": fields.get("content") or "", "tool_calls": None}).content

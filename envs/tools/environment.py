@@ -115,7 +115,14 @@ class ToolEnv:
             self._num_errors += 1
             text = f"Error: {error}" if isinstance(error, ToolError) else f"Error: {type(error).__name__}: {error}"
             text = self._rules.error_text or text
-        return ChatMessage(self._rules.role, cut(text, self._rules.max_output_chars))
+        return ChatMessage(self._rules.role, cut(text, self._rules.max_output_chars), self._sender(asked))
+
+    def _sender(self, asked: ToolCall | BadCall) -> dict[str, str]:
+        """Fields that templates ask for in a result: Hermes 2 a name, Mistral an id of nine letters or digits."""
+        if self._rules.role != "tool":
+            return {}
+        name = asked.name if isinstance(asked, ToolCall) and asked.name in self._tools else "unknown"
+        return {"name": name, "tool_call_id": f"call{self._num_calls:05d}"}
 
 
 def tool_env(env: Env, tools: Sequence[Tool], rules: ToolRules) -> ToolEnv:

@@ -289,6 +289,10 @@ def test_a_program_s_own_messages_keep_their_fields_and_foreign_calls_are_the_te
     found = as_messages([*TALK[:-2], {**AGAIN, "name": "Ann"}], Written(), writes_calls=True)
 
     assert [one.as_dict() for one in found] == [*TALK[:-2], {**AGAIN, "name": "Ann"}]
+    unnamed = {key: value for key, value in RESULT.items() if key != "name"}  # as the OpenAI client sends it
+    assert as_messages([ASKED, CALLED, unnamed], Written(), writes_calls=True)[2].as_dict() == RESULT
+    strange = {**unnamed, "tool_call_id": "another"}
+    assert as_messages([ASKED, CALLED, strange], Written(), writes_calls=True)[2].as_dict() == strange
     written = as_messages(TALK[:-1], Written())[1]
     assert written == ChatMessage("assistant", chat_template.call_text(call()))
     texts = Written()

@@ -385,6 +385,20 @@ def test_long_outputs_are_cut_and_come_in_the_role_that_is_set() -> None:
     assert [(m.role, m.content) for m in asked.messages] == [("user", "abc\n... (2 more characters)")]
 
 
+@pytest.mark.parametrize(("said", "name"), [
+    ("<6*7>", "calculator"), ('<tool_call>{"name": "<|im_end|>", "arguments": {}}</tool_call>', "unknown"),
+    ("<tool_call>{</tool_call>", "unknown"),
+])
+def test_a_result_has_the_name_and_the_id_that_templates_ask_for(said: str, name: str) -> None:
+    words = ("env.tools=[calculator]", f"env.tool_use.parser={'angle' if said == '<6*7>' else 'tags'}")
+    asked = say(new_env(*words)[0], said)[0].messages[0]
+    assert asked.fields["name"] == name
+    assert len(asked.fields["tool_call_id"]) == 9 and asked.fields["tool_call_id"].isalnum()
+    by_user = say(new_env(*words, "env.tool_use.role=user")[0], said)[0].messages[0]
+    assert not by_user.fields
+
+
+
 @pytest.mark.shows("env.tool_use.parser")
 def test_the_parser_that_is_set_reads_the_calls() -> None:
     env, _ = new_env("env.tools=[calculator]", "env.tool_use.parser=angle")
