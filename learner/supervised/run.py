@@ -154,19 +154,25 @@ class Run:
             )
 
     def rows(self, records: Mixture, places: Sequence[int], what: str) -> list[Trajectory]:
-        """This rank's records, encoded; a record with nothing to train on is dropped and counted."""
-        found, self.num_dropped = [], 0
+        """This rank's records, encoded; a record with nothing to train on is dropped and counted. A collective call.
+
+        Raises TaskError: a record of some rank is bad; on every rank, or the others would end by a lost connection.
+        """
+        found, bad, self.num_dropped = [], "", 0
         for place in places[self.ranks.dp_rank :: self.ranks.mesh.dp_size]:
             row = None
             try:
                 row = self.method.row(place, records[place])
             except TaskError as error:
                 if self.config.data.on_bad_record is OnBadRecord.error:
-                    raise TaskError(f"{what} record {place}: {error}; or set data.on_bad_record=skip") from error
+                    bad = f"{what} record {place}: {error}; or set data.on_bad_record=skip"
+                    break
             if row is None:
                 self.num_dropped += 1
             else:
                 found.append(row)
+        for told in filter(None, self.ranks.gather_bytes(bad.encode())):
+            raise TaskError(told.decode())
         return found
 
     def packed(self, rows: list[Trajectory], max_tokens: int) -> list[MicroBatch]:

@@ -164,3 +164,8 @@ def test_two_ranks_export_one_whole_model_with_its_tokenizer_and_ties(work):
 def test_a_rank_that_cannot_write_its_shard_is_an_error_of_all_ranks(work):
     assert "No space left on device" in (work / "two" / "refused-1").read_text()
     assert "another rank could not write" in (work / "two" / "refused-0").read_text()
+
+
+def test_a_record_that_one_rank_cannot_train_on_is_an_error_of_all_ranks_in_its_words(work):
+    told = {(work / "two" / f"untrained-{rank}").read_text() for rank in range(2)}
+    assert told == {"training record 3: the template refuses it; or set data.on_bad_record=skip"}

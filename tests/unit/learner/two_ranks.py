@@ -9,6 +9,7 @@
     measured(...)           a step with trajectories that have no backward pass, the result
     valued(...)             three batches with a critic, whose normalization moves; its weights are in the result
     fail(work, folder)      rank 1 cannot write its shard
+    refuse(folder)          a record of rank 1's share that cannot be rendered, in supervised training
     apart(work, folder)     two machines that share no directory: rank 0's holds all, and a restart takes all from it
 """
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from dataclasses import replace as replace_row
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from msgspec.structs import replace
@@ -39,10 +41,12 @@ from learner.publish.export import export_critic, export_model
 from learner.ranks.mesh import Ranks, local_part
 from learner.setup.shadows import make_shadows
 from learner.setup.trainer import load_networks
+from learner.supervised.run import Run as SupervisedRun
 from learner.trainer import Trainer, TrainerSettings
 from streamrl.config.load import load_config
 from streamrl.config.schema import (
     AdvantageConfig,
+    Config,
     ConstraintConfig,
     CriticConfig,
     EntropyConfig,
@@ -51,7 +55,7 @@ from streamrl.config.schema import (
     LossConfig,
     OptimizerConfig,
 )
-from streamrl.errors import CheckpointError
+from streamrl.errors import CheckpointError, TaskError
 from tests.kit.learning import OneBatch, batch, make_objective, plan_of
 
 SCHEDULE = Schedule("linear", 1e-3, 5)
@@ -254,6 +258,20 @@ def fail(work: Path, folder: Path, ranks: Ranks) -> None:
     assert find_checkpoint(folder / "broken", ranks) is None
 
 
+def refuse(folder: Path, ranks: Ranks) -> None:
+    """Rank 1 alone has a record that its template refuses: every rank ends by it, in its words."""
+    def row(place: int, record: str) -> None:
+        if record == "bad":
+            raise TaskError("the template refuses it")
+
+    fake = SimpleNamespace(config=Config(), ranks=ranks, method=SimpleNamespace(row=row))
+    assert SupervisedRun.rows(fake, ["good"] * 6, range(6), "training") == [] and fake.num_dropped == 3
+    try:
+        SupervisedRun.rows(fake, [*["good"] * 3, "bad", "good"], range(5), "training")
+    except TaskError as error:
+        (folder / f"untrained-{ranks.rank}").write_text(str(error))
+
+
 def apart(work: Path, folder: Path, ranks: Ranks) -> None:
     """Each rank has a run directory of its own, and rank 1's holds an older checkpoint of the same name."""
     kit, mine = start(work, ranks), folder / f"apart-{ranks.rank}"
@@ -287,6 +305,7 @@ def main(work: Path, folder: Path, other_run: Path) -> None:
     minibatches(work, folder / "once", ranks, once=True)
     minibatches(work, folder / "kept", ranks, keep=True)
     fail(work, folder, ranks)
+    refuse(folder, ranks)
     apart(work, folder, ranks)
     ranks.close()
 
