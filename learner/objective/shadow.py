@@ -65,9 +65,11 @@ def shadow_plan(shadow: Shadow, plan: BatchPlan, seen: Sequence[TokenBatch], ran
     """The run's plan as the shadow would have made it, with what it fits to the batch; a collective call."""
     objective, tensors = shadow.objective, plan.tensors
     if objective.loss.avg_level != plan.objective.loss.avg_level:
+        mask = plan.objective.group_mask
         made = plan_tensors.of_plan(
             plan.rows, plan.batch, ranks, avg_level=objective.loss.avg_level, max_new_tokens=objective.max_new_tokens,
             filter_truncated=plan.objective.filter_truncated,
+            passed=None if mask is None else mask(plan.recorded, plan.batch, ranks),
         )
         # The rewards that are trained on, and which answers are siblings, do not depend on the algorithm.
         tensors = replace(tensors, weights=made.weights)

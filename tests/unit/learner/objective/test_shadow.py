@@ -161,6 +161,15 @@ def test_norm_and_cosine_are_those_of_a_literal_transcription_however_the_batch_
     }, rel=1e-5)
 
 
+def test_what_a_filter_masks_is_masked_for_an_algorithm_with_another_mean_too():
+    row = measured(["grpo"], in_use(group_mask=lambda rows, plan, ranks: torch.tensor([r.group_id != 1 for r in plan])))
+
+    def of_the_others(rows, policy):
+        return grpo(*zip(*((row, x) for row, x in zip(rows, policy, strict=True) if row.group_id != 1), strict=True))
+
+    assert row["shadow/grpo/grad_norm"] == pytest.approx(float(slopes(of_the_others)[0].norm()), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["rloo", "grpo", "stream_default", "extreme_lag", "reinforce_pp", "areal", "prime"])
 def test_the_algorithm_in_use_has_cosine_1_to_itself_and_the_same_norm(name):
     preset = algorithm_preset(name)
