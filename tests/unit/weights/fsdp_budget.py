@@ -1,4 +1,4 @@
-"""Two FSDP2 ranks publish and watch themselves; run by test_publisher under torchrun. argv: directory.
+"""Two FSDP2 ranks publish and watch themselves; called by `fsdp_publish`, before anything else takes memory.
 
 Each rank prints one line of JSON: how far its own memory rose meanwhile (the document is shared memory and not
 counted), what it wrote, and how many bytes its collectives carried, in which thread.
@@ -7,7 +7,6 @@ counted), what it wrote, and how many bytes its collectives carried, in which th
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from learner.model.policy import policy_parameters
 from learner.publish.publisher import Publisher
-from learner.ranks.mesh import Mesh, Ranks
+from learner.ranks.mesh import Ranks
 from streamrl.messages import VersionRef
 from streamrl.weights.shm.transport import ShmPublisher
 
@@ -51,16 +50,13 @@ def own_mib() -> float:
     return int(line.split()[1]) / 1024
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    mesh = Mesh.from_world_size(2).on_devices("cpu")
+def measure(folder: Path, ranks: Ranks) -> None:
+    mesh, rank = ranks.device_mesh, ranks.rank
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    rank = mesh.get_rank()
-    shm = ShmPublisher(Path(sys.argv[1]), "budget") if rank == 0 else None
-    ranks = Ranks(rank, Mesh.from_world_size(2), torch.device("cpu"), mesh)
+    shm = ShmPublisher(folder, "budget") if rank == 0 else None
     publisher = Publisher(
         policy_parameters(model), wire_dtype=torch.bfloat16, bucket_bytes=BUCKET_BYTES, shm=shm, ranks=ranks
     )
@@ -71,12 +67,7 @@ def main() -> None:
         "rank": rank, "extra_mib": watch.peak - watch.before, "written_mib": publisher.num_bytes_written / 2**20,
         "collective_bytes": watch.nbytes, "threads": sorted(watch.threads),
     }
-    print(json.dumps(found), flush=True)
+    print("budget", json.dumps(found), flush=True)
     torch.distributed.barrier()
     if shm is not None:
         shm.close()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,6 +16,7 @@ from learner.ranks.mesh import Mesh, Ranks
 from streamrl.errors import WeightsError
 from streamrl.messages import VersionRef
 from streamrl.weights.shm.transport import ShmPublisher
+from tests.unit.weights.fsdp_budget import measure
 
 
 def toy_model() -> torch.nn.Module:
@@ -91,6 +92,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     mesh = Mesh.from_world_size(2).on_devices("cpu")
     ranks = Ranks(mesh.get_rank(), Mesh.from_world_size(2), torch.device("cpu"), mesh)
+    measure(Path(sys.argv[1]) / "budget", ranks)
     here, copied = publisher_module.SharedFile, publisher_module._copied
     for way in ("rows", "gather", "snapshot", "no-room", "broken"):
         model = toy_model()

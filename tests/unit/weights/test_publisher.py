@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from streamrl.errors import RunLockedError, WeightsError
 from streamrl.messages import Manifest, VersionRef
 from streamrl.weights.document import Document
 from streamrl.weights.shm.transport import ShmPublisher
+from tests.unit.learner.test_two_ranks import launch_script
 from tests.unit.weights.fsdp_publish import toy_model
 
 
@@ -124,44 +124,24 @@ def test_a_fenced_learner_makes_nothing_visible(shm):
     assert [path.name for path in shm.directory.iterdir()] == ["owner.lock"]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory) -> list[list[str]]:
+    """Two ranks have published: (way, what a rank prints of it)."""
+    done = launch_script(2, Path(__file__).with_name("fsdp_publish.py"), tmp_path_factory.mktemp("docs"))
+    return [line.split(maxsplit=1) for line in done.splitlines()]
 
 
-def test_two_fsdp_ranks_publish_what_one_would_in_every_way_and_a_failing_one_blocks_no_other(
-    tmp_path: Path, python_env
-):
-    script = Path(__file__).with_name("fsdp_publish.py")
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2",
-        "--master-addr=127.0.0.1", f"--master-port={free_port()}", str(script), str(tmp_path / "docs"),
-    ]
-
-    done = subprocess.run(command, env=python_env, capture_output=True, text=True, timeout=100)
-
-    assert done.returncode == 0, done.stderr[-3000:]
-    expected = single_rank_manifests(tmp_path / "single")
-    said = [line.split() for line in done.stdout.splitlines()]
+def test_two_fsdp_ranks_publish_what_one_would_in_every_way_and_a_failing_one_blocks_no_other(printed, tmp_path: Path):
+    expected = single_rank_manifests(tmp_path)
     for way in ("rows", "gather", "snapshot", "no-room", "broken"):
-        *published, abandoned = [word for mine, word in said if mine == way]
+        *published, abandoned = [said for mine, said in printed if mine == way]
         found = [msgspec.msgpack.decode(bytes.fromhex(line), type=tuple[Manifest, Manifest]) for line in published]
         assert abandoned == "abandoned" and found == expected, way
 
 
-def test_every_rank_writes_its_own_rows_from_little_memory_and_no_weights_are_gathered(tmp_path: Path, python_env):
+def test_every_rank_writes_its_own_rows_from_little_memory_and_no_weights_are_gathered(printed):
     """24 tensors of 4 MiB, 2 on the wire: each rank writes 24 of the 48 MiB, and holds a tensor's rows at a time."""
-    script = Path(__file__).with_name("fsdp_budget.py")
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2",
-        "--master-addr=127.0.0.1", f"--master-port={free_port()}", str(script), str(tmp_path / "docs"),
-    ]
-    env = {**python_env, "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}  # freed memory goes back at once, so that it counts
-
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
-
-    assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [json.loads(line) for line in done.stdout.splitlines()]
+    ranks = [json.loads(said) for way, said in printed if way == "budget"]
     assert len(ranks) == 2 and all(rank["extra_mib"] <= 6 for rank in ranks), ranks
     assert [rank["written_mib"] for rank in ranks] == [24, 24]
     assert all(rank["collective_bytes"] < 100_000 and rank["threads"] == ["MainThread"] for rank in ranks), ranks
