@@ -15,11 +15,12 @@ from learner.ranks.mesh import Ranks
 from tests.kit.learning import tiny_checkpoint
 from tests.unit.learner import two_ranks
 
+pytestmark = pytest.mark.timeout(300)  # two ranks train all that the tests read
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-def launch_script(world: int, script: Path, *arguments: Path | str, timeout_s: float = 150) -> str:
+def launch_script(world: int, script: Path, *arguments: Path | str, timeout_s: float = 250) -> str:
     """Run a script with that many ranks, with a deadline; what they printed."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--max-restarts=0"]
     program = [sys.executable, *launcher, str(script), *map(str, arguments)]
