@@ -28,7 +28,7 @@ from envs.data.chat_template import (
     template_text,
     writes_calls,
 )
-from envs.rewards.thoughts import TAIL, heard
+from envs.thoughts import TAIL, heard
 from streamrl.environment import SYSTEM_ROLES, ChatMessage, InputText
 from streamrl.errors import TaskError
 from streamrl.messages import Member

@@ -19,7 +19,7 @@ from typing import Any
 
 from actors.trajectory.chat_form import ChatCompletion, Kept
 from actors.trajectory.client import Client
-from envs.rewards.thoughts import TAIL, heard
+from envs.thoughts import TAIL, heard
 from streamrl.environment import AgentSession, Record
 from streamrl.errors import TaskError
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from envs.data.chat_template import call_text, is_whole_call
-from envs.rewards.thoughts import TAIL, heard, spoken, spoken_from
+from envs.thoughts import TAIL, heard, spoken, spoken_from
 from envs.tools.parsing import ToolCall as ParsedCall
 from envs.tools.parsing import parse_json, parse_tags
 from streamrl.environment import ROLES, ChatMessage, Generated

@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 
 from actors.render import Renderer, SharedPrompts, Tools
-from envs.rewards.thoughts import heard
+from envs.thoughts import heard
 from streamrl.environment import ChatMessage, InputText, Step
 
 log = logging.getLogger("streamrl.actor")

@@ -22,14 +22,13 @@ import aiohttp
 from envs.adapters.gymnasium_text import NUM_TEST, NUM_TRAIN, SeededTask
 from envs.data.shapes import json_or_text
 from envs.reward_values import number
+from envs.thoughts import spoken
 from streamrl.environment import ChatMessage, GenerationClient, Record, Step
 from streamrl.errors import TaskError
 
 PREFIX = "openenv:"
 FULL_WAIT_S = 0.2
 """Wait between two attempts at a server all of whose sessions are taken."""
-THOUGHT = "</think>"
-"""The end of the model's thoughts, which are no part of its action."""
 OF_EVERY_MODEL = {"metadata", "done", "reward"}
 """Fields that the schema of every action or observation has."""
 
@@ -121,8 +120,9 @@ class OpenEnv:
                 said = (await client.generate(messages)).text
                 messages.append(ChatMessage("assistant", said))
                 try:
-                    answer = said.rpartition(THOUGHT)[2].strip() if THOUGHT in said else said
-                    found = await _asked(socket, "step", self._task.action_of(answer))
+                    answer = spoken(said)
+                    action = self._task.action_of(answer if answer == said else answer.strip())
+                    found = await _asked(socket, "step", action)
                 except _InvalidActionError as error:
                     messages.append(ChatMessage("user", f"This is no action: {error}"))
                     continue

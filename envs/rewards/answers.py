@@ -21,8 +21,8 @@ from envs.rewards.extract import (
     last_hashes,
     last_number,
 )
-from envs.rewards.thoughts import spoken, whole
 from envs.rewards.workers import GraderError, WorkerPool, num_workers
+from envs.thoughts import spoken, whole
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record, Step
 from streamrl.errors import TaskError, install_extra

@@ -14,9 +14,9 @@ import httpx
 
 from envs.data.shapes import RecordShape, code_tests
 from envs.rewards.extract import last_code_block
-from envs.rewards.thoughts import spoken
 from envs.rewards.workers import num_workers
 from envs.sandbox import Call, Case, Execution, Limits, SandboxPool
+from envs.thoughts import spoken
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record, Step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from envs.rewards.thoughts import CLOSED, OPENED, spoken
+from envs.thoughts import CLOSED, OPENED, spoken
 
 ANSWER_TAGS = (OPENED, CLOSED, "<answer>", "</answer>")
 _OPENED, _CLOSED = ANSWER_TAGS[2:]

@@ -17,7 +17,7 @@ from envs.rewards.answers import Boxed, Exact, FreeMath, ThinkAnswerTags
 from envs.rewards.code import Code
 from envs.rewards.extract import ANSWER_TAGS, has_format
 from envs.rewards.services import Judge, RewardModel, reward_model
-from envs.rewards.thoughts import whole
+from envs.thoughts import whole
 from streamrl.config.schema import RewardConfig
 from streamrl.environment import ChatMessage, Record, RewardFunction, Step
 from streamrl.errors import ConfigError, describe

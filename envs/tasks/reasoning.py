@@ -18,9 +18,9 @@ from hashlib import blake2b
 from typing import Any
 
 from envs.rewards.extract import last_answer_tag
-from envs.rewards.thoughts import spoken
 from envs.rewards.workers import GraderError, WorkerPool
 from envs.task_file import refuse_unknown
+from envs.thoughts import spoken
 from envs.tools.calculator import WRITTEN, evaluate
 from envs.tools.tool import ToolError
 from streamrl.environment import Record, SingleTurnTask, Step

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from envs.async_compat import alike, call, suited
-from envs.rewards.thoughts import spoken
+from envs.thoughts import spoken
 from envs.tools.parsing import BadCall, Parser, ToolCall
 from envs.tools.tool import Tool, ToolError, check_arguments, schema
 from streamrl.environment import (

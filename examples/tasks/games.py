@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from envs.adapters.gymnasium_text import NUM_TEST, NUM_TRAIN, GymnasiumEnv, SeededTask, TextEnv
 from envs.rewards.extract import last_boxed
-from envs.rewards.thoughts import spoken
+from envs.thoughts import spoken
 from streamrl.environment import Record
 from streamrl.errors import TaskError
 

@@ -49,7 +49,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__", "replay", "supervised"),
     ),
     "envs": (
-        ("async_compat", "data", "json_service", "reward_values", "sandbox"),
+        ("async_compat", "data", "json_service", "reward_values", "sandbox", "thoughts"),
         ("adapters", "rewards"),
         ("task_file", "tools"),
         ("reward_file", "check", "agents"),

@@ -75,6 +75,12 @@ def test_a_models_thoughts_are_no_part_of_its_action(before, form):
         assert server.received[1]["data"] == {"guess": "7" if form == "text" else 7}
 
 
+def test_a_thought_that_is_never_closed_holds_no_action():
+    with FakeOpenEnvServer(action={"guess": TEXT}) as server:
+        played(load_task(f"openenv:{server.url}"), "<think>is it 7", "7")
+        assert [one["data"] for one in server.received[1:3]] == [{"guess": ""}, {"guess": "7"}]
+
+
 def test_an_episode_that_is_not_over_with_its_last_turn_is_truncated():
     with FakeOpenEnvServer() as server:
         group = played(load_task(f"openenv:{server.url}"), "4", "9")

@@ -13,7 +13,7 @@ from envs.rewards.answers import Boxed, FreeMath, ThinkAnswerTags
 from envs.rewards.extract import last_boxed, last_number
 from envs.rewards.mathematics.equality import grade, quantity
 from envs.rewards.mathematics.text import clean, number, parts
-from envs.rewards.thoughts import spoken
+from envs.thoughts import spoken
 from streamrl.config.schema import RewardConfig
 
 pytest.importorskip("math_verify")

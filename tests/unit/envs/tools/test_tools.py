@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from envs.registry import task_of
-from envs.rewards.thoughts import heard, spoken
 from envs.tasks.strings import StringTask
+from envs.thoughts import heard, spoken
 from envs.tools.calculator import Calculator, calculate
 from envs.tools.environment import ToolEnv
 from envs.tools.parsing import PARSERS, BadCall, ToolCall, parse_tags
