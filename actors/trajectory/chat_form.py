@@ -14,8 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from envs.data.chat_template import call_text, is_whole_call
 from envs.thoughts import TAIL, heard, spoken, spoken_from
+from envs.tools.parsing import STARTS, parse_written
 from envs.tools.parsing import ToolCall as ParsedCall
-from envs.tools.parsing import parse_json, parse_tags
 from streamrl.environment import ROLES, ChatMessage, Generated
 from streamrl.errors import RequestError, TaskError
 
@@ -196,7 +196,7 @@ def _read_calls(text: str, tools: Sequence[Any]) -> Calls:
     """The calls in a text that are JSON."""
     found = []
     try:
-        for call in parse_tags(spoken(text), tools) or parse_json(spoken(text), tools):
+        for call in parse_written(spoken(text), tools):
             if isinstance(call, ParsedCall):
                 found.append((call.name, json.dumps(call.arguments, allow_nan=False)))
     except (ValueError, RecursionError):  # NaN, or nested without end
@@ -218,7 +218,7 @@ def _canonical(calls: Iterable[tuple[str, str]]) -> str:
 def before_calls(text: str) -> str:
     """The text that the model wrote before its first call of a tool."""
     start = spoken_from(text)
-    marks = (text.find(mark, start) for mark in ("<tool_call>", "<function="))
+    marks = (text.find(mark, start) for mark in STARTS)
     return text[: min((place for place in marks if place >= 0), default=start)]
 
 

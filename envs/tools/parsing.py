@@ -2,8 +2,12 @@
 
     tags     <tool_call>{"name": "calculator", "arguments": {"expression": "3+4"}}</tool_call>     Hermes, Qwen
              <tool_call><function=calculator><parameter=expression>3+4</parameter></function></tool_call>   Qwen3-Coder
-    json     {"name": "calculator", "parameters": {"expression": "3+4"}}                           Llama 3
+             <tool_call>calculator<arg_key>expression</arg_key><arg_value>3+4</arg_value></tool_call>       GLM
+    marks    <|tool_call_begin|>functions.calculator:0<|tool_call_argument_begin|>{"expression": "3+4"}     Kimi
+             the same with the marks of DeepSeek, or [TOOL_CALLS]calculator[ARGS]{"expression": "3+4"}      Mistral
+    json     {"name": "calculator", "parameters": {"expression": "3+4"}}, also after a mark of a family     Llama 3
              <function=calculator>{"expression": "3+4"}</function>
+    python   [calculator(expression="3+4")], and nothing else                                      Llama 4, OLMo 3
     fence    the same object in a fence of json, or a program in a fence of python
     angle    <3+4>, the one argument of the first tool                                             tiny models
 
@@ -14,6 +18,7 @@ observation.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +28,30 @@ from typing import Any
 from envs.data.shapes import json_or_text
 from envs.tools.tool import Tool, required, schema
 
-_TAG = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_TAG, _TAG_ENDS = "<tool_call>", "</tool_call>"
+_PAIR = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_MARKED = re.compile(  # before the arguments
+    r"(?:<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?|<\|tool_call_begin\|>(?:functions\.)?|\[TOOL_CALLS\])"
+    r"([\w.-]+)(?::\d+)?(?:<｜tool▁sep｜>|<\|tool_call_argument_begin\|>|(?:\[CALL_ID\]\w+)?\[ARGS\]|\n```json\n)\s*"
+)
+_LISTED = re.compile(r"<\|python_tag\|>|\[TOOL_CALLS\]|<\|tool_call\|>|<tool_calls>|<\|START_ACTION\|>")
+_PYTHON = re.compile(r"\[?\s*[A-Za-z_][\w.]*\(")
+_PYTHON_MARKS = {"<|python_start|>": "<|python_end|>", "<function_calls>": "</function_calls>",
+                 "<|tool_call_start|>": "<|tool_call_end|>"}
+STARTS = (
+    _TAG, "<function=", "<｜tool▁call", "<|tool_call", "[TOOL_CALLS]", "<tool_calls>", "<|START_ACTION|>",
+    "<|python_", "<function_calls>",
+)
+"""The marks with which calls begin, in any of these forms."""
 _FUNCTION = re.compile(r"<function=([\w.-]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
 _FENCE = re.compile(r"```(json|python|py)[ \t]*\n(.*?)(```|$)", re.DOTALL)
 _ANGLE = re.compile(r"<([^<>]*)>")
 _FUNCTION_ENDS, _PARAMETER_ENDS = "</function>", "</parameter>"
-_AT_ONCE, _BETWEEN = re.compile(rf"\s*{_FUNCTION_ENDS}"), re.compile(r"[; ,\n]*")
-_ARGUMENTS = ("arguments", "parameters")
+_AT_ONCE, _BETWEEN, _BLANK = re.compile(rf"\s*{_FUNCTION_ENDS}"), re.compile(r"[; ,\n]*"), re.compile(r"\s*")
+_NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
+MAX_PYTHON = 20_000
+"""Characters of calls in Python that are read: its own parser takes them."""
 FORM = 'write {"name": ..., "arguments": {...}}'
 
 
@@ -58,9 +79,16 @@ Parser = Callable[[str, Sequence[Tool]], Calls]
 def parse_tags(text: str, tools: Described) -> Calls:
     """All calls in every <tool_call>; one that the end of the text cuts off is complete if its JSON is."""
     calls: Calls = []
-    for body in _TAG.findall(text):
+    at, known = 0, _schemas(tools)
+    while (found := text.find(_TAG, at)) >= 0:
+        start = found + len(_TAG)
+        end = text.find(_TAG_ENDS, _after_values(text, start))
+        at = end if end >= 0 else len(text)
+        body = text[start:at]
         if body.lstrip().startswith("<function="):
             calls += _functions(body, tools)
+        elif "<arg_key>" in body or body.strip() in known:
+            calls.append(_from_pairs(body, known))
         else:
             values = _values(body, alone=True) or [ValueError("it is empty")]
             calls += [_from_value(value) for value in values]
@@ -72,8 +100,44 @@ def parse_json(text: str, tools: Described) -> Calls:
     functions = _functions(text, tools)
     if functions:
         return functions
+    text = text.strip()
+    if not text.startswith(("{", "[{")) and (mark := _LISTED.search(text)):
+        text = text[mark.end() :]
     text = text.replace("<|python_tag|>", "").strip()
     return _calls_of(text, tools) if text.startswith(("{", "[")) else []
+
+
+def parse_marks(text: str, tools: Described) -> Calls:
+    """Calls whose name and arguments stand between marks, as DeepSeek, Kimi and Mistral write them."""
+    calls: Calls = []
+    decoder, at = json.JSONDecoder(), 0
+    while found := _MARKED.search(text, at):
+        at = found.end()
+        try:
+            arguments, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            calls.append(BadCall(f"the arguments of {found[1]} are not JSON ({error})."))
+        else:
+            calls.append(_from_arguments(found[1], arguments))
+    return calls
+
+
+def parse_python(text: str, tools: Described) -> Calls:
+    """A text that is calls of Python and nothing else, one of a known tool among them; a list, or one a line."""
+    text = text.strip()
+    for begin, end in _PYTHON_MARKS.items():
+        if text.startswith(begin):
+            text = text.removeprefix(begin).partition(end)[0].strip()
+    if len(text) > MAX_PYTHON or not _PYTHON.match(text):
+        return []
+    try:
+        values = [line.value if isinstance(line, ast.Expr) else line for line in ast.parse(text).body]
+        inner = [one for value in values for one in (value.elts if isinstance(value, ast.List) else [value])]
+        called = [(ast.unparse(one.func), one) for one in inner if isinstance(one, ast.Call)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    known = any(name in _schemas(tools) for name, _ in called)
+    return [_from_python(*one) for one in called] if known and len(called) == len(inner) else []
 
 
 def parse_fence(text: str, tools: Sequence[Tool]) -> Calls:
@@ -98,12 +162,19 @@ def parse_angle(text: str, tools: Sequence[Tool]) -> Calls:
 
 
 def parse_auto(text: str, tools: Sequence[Tool]) -> Calls:
-    """The first of tags, json and fence that finds a call."""
-    return parse_tags(text, tools) or parse_json(text, tools) or parse_fence(text, tools)
+    """The first of tags, marks, json, python and fence that finds a call."""
+    return parse_written(text, tools) or parse_fence(text, tools)
+
+
+def parse_written(text: str, tools: Described) -> Calls:
+    """The first of tags, marks, json and python that finds a call: all that is no fence."""
+    parsers = (parse_tags, parse_marks, parse_json, parse_python)
+    return next((calls for parse in parsers if (calls := parse(text, tools))), [])
 
 
 PARSERS: dict[str, Parser] = {
-    "auto": parse_auto, "tags": parse_tags, "json": parse_json, "fence": parse_fence, "angle": parse_angle,
+    "auto": parse_auto, "tags": parse_tags, "marks": parse_marks, "json": parse_json, "python": parse_python,
+    "fence": parse_fence, "angle": parse_angle,
 }  # fmt: skip
 
 
@@ -112,11 +183,11 @@ def _calls_of(text: str, tools: Described) -> Calls:
     values = _values(text, alone=False)
     damaged = any(isinstance(value, ValueError) for value in values)
     meant = any(
-        isinstance(value, dict) and isinstance(value.get("name"), str)
-        and (any(key in value for key in _ARGUMENTS) or (len(value) == 1 and value["name"] in _schemas(tools)))
+        isinstance(value, dict) and isinstance(name := _first(value, _NAMES), str)
+        and (any(key in value for key in _ARGUMENTS) or (len(value) == 1 and name in _schemas(tools)))
         for value in values
     )
-    if damaged and '"name"' in text:
+    if damaged and any(f'"{key}"' in text for key in _NAMES):
         names = (f'"{name}"' for name in _schemas(tools))
         meant = meant or any(word in text for word in (*(f'"{key}"' for key in _ARGUMENTS), *names))
     return [_from_value(value) for value in values] if meant else []
@@ -139,6 +210,54 @@ def _values(text: str, *, alone: bool) -> list[Any]:
         if not alone and not text.startswith(("{", "["), at):
             break
     return found
+
+
+def _after_values(text: str, at: int) -> int:
+    """The end of the JSON that begins here: a mark in one of its strings ends no tag."""
+    decoder, at = json.JSONDecoder(), _BLANK.match(text, at).end()
+    while text.startswith(("{", "["), at):
+        try:
+            _, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            break
+        at = _BETWEEN.match(text, at).end()
+    return at
+
+
+def _from_pairs(body: str, known: Mapping[str, Mapping[str, Any]]) -> ToolCall | BadCall:
+    """A name, and arguments between <arg_key> and <arg_value>; a value as in `_from_parameters`."""
+    name, _, _ = body.partition("<arg_key>")
+    at, name = len(name), name.strip()
+    arguments: dict[str, Any] = {}
+    takes = known.get(name, {})
+    while found := _PAIR.match(body, at):
+        key, value, at = found[1].strip(), found[2], found.end()
+        arguments[key] = value if _takes_text(takes.get(key)) else json_or_text(value.strip())
+    if rest := body[at:].strip():
+        return BadCall(f"after the arguments of {name} stands {rest!r:.40}: close each with </arg_value>.")
+    return ToolCall(name, arguments)
+
+
+def _from_python(name: str, call: ast.Call) -> ToolCall | BadCall:
+    if call.args or any(one.arg is None for one in call.keywords):
+        return BadCall(f"the arguments of {name} have no names: write {name}(name=value).")
+    try:
+        arguments = {str(one.arg): ast.literal_eval(_WORDS.visit(one.value)) for one in call.keywords}
+        json.dumps(arguments)
+    except (ValueError, TypeError, RecursionError) as error:
+        return BadCall(f"the arguments of {name} are not plain values ({error!s:.80}).")
+    return ToolCall(name, arguments)
+
+
+class _JsonWords(ast.NodeTransformer):
+    """Read the words of JSON, which models mix with those of Python."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
+
+
+_WORDS = _JsonWords()
 
 
 def _functions(text: str, tools: Described) -> Calls:
@@ -196,10 +315,13 @@ def _schemas(tools: Described) -> dict[str, Mapping[str, Any]]:
 def _from_value(call: Any) -> ToolCall | BadCall:
     if isinstance(call, ValueError):
         return BadCall(f"the call is not JSON ({call}): {FORM}.")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(name := _first(call, _NAMES), str):
         return BadCall(f"the call has no name: {FORM}.")
-    arguments = next((call[key] for key in _ARGUMENTS if key in call), {})
-    return _from_arguments(call["name"], arguments)
+    return _from_arguments(name, _first(call, _ARGUMENTS, {}))
+
+
+def _first(call: Mapping[str, Any], keys: Sequence[str], default: Any = None) -> Any:
+    return next((call[key] for key in keys if key in call), default)
 
 
 def _from_arguments(name: str, arguments: Any) -> ToolCall | BadCall:

@@ -24,12 +24,13 @@ from envs.rewards.extract import (
 )
 from envs.rewards.mathematics.equality import grade
 from envs.rewards.registry import repeats_itself
-from envs.tools.parsing import BadCall, ToolCall, parse_fence, parse_json, parse_tags
+from envs.tools.parsing import PARSERS, BadCall, ToolCall, parse_json
 
 UNCLOSED = [
     r"\(", r"\[", r"\[ \(", "$$ ", "$a ", "$", r"\boxed{", r"\boxed1 ", r"\boxed ", r"\fbox{\(", "(1,", "{", "<answer>",
     "</answer>", "####", "= ", "1 + ", "```python ", "<tool_call>", "<function=a>", "<function=a><parameter=b>",
-    "```json\n", "[1],", '{"name":', "<",
+    "```json\n", "[1],", '{"name":', "<", '<tool_call>{"</tool_call>', "<tool_call>a<arg_key>b</arg_key><arg_value>",
+    '[TOOL_CALLS]a[ARGS]["', "<tool_call>a<arg_key>", "[f(",
 ]
 
 
@@ -40,7 +41,7 @@ def test_what_a_model_opens_again_and_again_is_read_once(piece):
     for find in (last_boxed, last_number, last_answer_tag, last_hashes, last_code_block, final_answer):
         found = find(text)
         assert find is not last_number or found.endswith("7") or "$" in piece, find
-    assert all(isinstance(one, ToolCall | BadCall) for parse in (parse_tags, parse_json, parse_fence)
+    assert all(isinstance(one, ToolCall | BadCall) for name, parse in PARSERS.items() if name != "angle"
                for one in parse(text, [])), "calls, or what the model reads of them"
 
 

@@ -156,6 +156,25 @@ FENCE = f"I compute it.\n```json\n{LLAMA}\n```"
 XML = "<function=calculator>\n<parameter=expression>\n3+4\n</parameter>\n</function>"
 PYTHON_XML = "<function=python><parameter=code>\nif x:\n  print('</function>')\n</parameter></function>"
 PROGRAM = "```python\nprint(7)\n```"
+ARGUMENTS = '{"expression": "3+4"}'
+FAMILIES = {
+    "GLM 4.5": "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>3+4</arg_value>\n</tool_call>",
+    "Kimi K2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.calculator:0<|tool_call_argument_begin|>"
+               f"{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>",
+    "DeepSeek V3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>calculator\n```json\n"
+                   f"{ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "DeepSeek V3.1": "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>calculator<｜tool▁sep｜>"
+                     f"{ARGUMENTS}<｜tool▁call▁end｜>",
+    "Mistral 7B v0.3": f'I look.[TOOL_CALLS] [{{"name": "calculator", "arguments": {ARGUMENTS}, "id": "a12345678"}}]',
+    "Mistral Small 3.2": f"[TOOL_CALLS]calculator[CALL_ID]a12345678[ARGS]{ARGUMENTS}",
+    "Granite 3.3": f'<|tool_call|>[{{"name": "calculator", "arguments": {ARGUMENTS}}}]',
+    "Phi-4-mini": f'<|tool_call|>[{{"name": "calculator", "arguments": {ARGUMENTS}}}]<|/tool_call|>',
+    "Command R": f'Action: ```json\n[\n  {{"tool_name": "calculator", "parameters": {ARGUMENTS}}}\n]```',
+    "Command R7B": f'<|START_ACTION|>[{{"tool_call_id": "0", "tool_name": "calculator", "parameters": {ARGUMENTS}}}]'
+                   "<|END_ACTION|>",
+    "Llama 4": '<|python_start|>[calculator(expression="3+4")]<|python_end|>',
+    "OLMo 3": '<function_calls>\ncalculator(expression="3+4")\n</function_calls>',
+}
 
 
 @pytest.mark.parametrize(
@@ -192,6 +211,16 @@ PROGRAM = "```python\nprint(7)\n```"
         ("fence", FENCE, [CALL]),
         ("fence", PROGRAM, [ToolCall("python", {"code": "print(7)\n"})]),
         ("fence", '```json\n{"answer": 7}\n```', []),
+        *(("auto", text, [CALL]) for text in FAMILIES.values()),
+        ("tags", '<tool_call>{"name": "calculator", "arguments": {"expression": "</tool_call>"}}</tool_call>' + HERMES,
+         [ToolCall("calculator", {"expression": "</tool_call>"}), CALL]),
+        ("marks", FAMILIES["Kimi K2"] * 2, [CALL, CALL]),
+        ("json", '{"name": "python", "parameters": {"code": "[TOOL_CALLS]"}}',
+         [ToolCall("python", {"code": "[TOOL_CALLS]"})]),
+        ("python", "[python(code='a', n=[1, 2.5, true, None], o={'x': null}), calculator(expression='3+4')]",
+         [ToolCall("python", {"code": "a", "n": [1, 2.5, True, None], "o": {"x": None}}), CALL]),
+        ("python", "[max(3, 4)]", []),
+        ("python", "x = calculator(expression='3+4')", []),
         ("angle", "<3+4>", [CALL]),
         ("angle", "3+4", []),
     ],
@@ -222,6 +251,10 @@ def test_auto_takes_other_texts_as_answers(text: str) -> None:
         ('[{"name": "calculator", "arguments": {}', "not JSON"),
         ('<tool_call>{"name": "calculator", "arguments": 7}</tool_call>', "arguments of calculator are 7"),
         ("<function=calculator>3+4</function>", "arguments of calculator are not JSON"),
+        ("<|tool_call_begin|>functions.calculator:0<|tool_call_argument_begin|>3+", "arguments of calculator are 3"),
+        ("<tool_call>calculator<arg_key>expression</arg_key><arg_value>3+4", "close each with </arg_value>"),
+        ("[calculator('3+4')]", "have no names"),
+        ("[calculator(expression=3+x)]", "not plain values"),
         ('{"name": "calculator", "parameters": {"expression": 3+4}}', "not JSON"),
         ('```json\n{"name": "calculator",}\n```', "not JSON"),
     ],
