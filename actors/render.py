@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,10 +30,14 @@ from envs.data.chat_template import (
     writes_calls,
 )
 from envs.thoughts import TAIL, heard
+from envs.tools.parsing import parse_written
+from envs.tools.taught import UNREAD, unread_call
 from streamrl.environment import SYSTEM_ROLES, ChatMessage, InputText
 from streamrl.errors import TaskError
 from streamrl.messages import Member
 from streamrl.messages.codec import unpack_ids
+
+log = logging.getLogger("streamrl.actor")
 
 SHORT_TOKEN_CHARS = 8
 """Characters per token of a piece that is counted alone: texts have fewer."""
@@ -82,7 +87,7 @@ class Renderer:
         self._end_ids = frozenset(end_ids) | end_of_sequence_ids(tokenizer)
         self._decode, self._encode = _decoder(tokenizer), _encoder(tokenizer)
         self._system_prompt = system_prompt
-        self._tool_prompt = tool_prompt
+        self._tool_prompt, self._told = tool_prompt, False
 
     @cached_property
     def users_tokenizer(self) -> Any:
@@ -125,6 +130,15 @@ class Renderer:
         return shows_tools(
             self.tokenizer, messages, self._given_template
         )
+
+    def tell_unread(self, tools: Tools) -> None:
+        """Say once if calls of such tools, as the template writes them, are not read by those who ask over `chat`."""
+        first = tools[0] if tools else None
+        if self.chat and not self._told and isinstance(first, Mapping) and isinstance(first.get("function"), Mapping):
+            self._told = True
+            text = unread_call(self.tokenizer, first, partial(parse_written, tools=tools), self._given_template)
+            if text:
+                log.warning("%s", UNREAD.format(text, "the endpoint", "let the agent read them in the text"))
 
     def follow(self, text: str, *, last_token: int) -> list[int]:
         """Text that follows the model's words as ids, encoded alone: no template, no special tokens.

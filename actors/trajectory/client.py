@@ -315,6 +315,7 @@ class Client:
         return text, renderer.encode_input(rest, whole=whole)
 
     def _messages(self, prompt: Sequence[Any], tools: Tools) -> list[ChatMessage]:
+        self._renderer.tell_unread(tools)
         return as_messages(prompt, self.chat.texts, tools, writes_calls=self._renderer.writes_calls)
 
     async def _turn(self, read: list[int], train: bool, agent: str, limit: int) -> tuple[list[int], int]:

@@ -83,6 +83,10 @@ class WrappedTask:
 
     tool_prompt = ""
     """The system message describes the tools where the chat template does not show them."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Their schemas."""
+    read_calls: Callable[[str], Sequence[Any]] | None = None
+    """Finds the calls in a model's text."""
 
     def __init__(self, base: Task, make_env: Callable[[], Any], taken_over: Iterable[str]) -> None:
         self.base, self.name, self.env = base, base.name, make_env
@@ -112,6 +116,7 @@ def with_tools(task: Task, env: EnvConfig) -> WrappedTask:
     )
     found = WrappedTask(task, lambda: tool_env(task.env(), tools, rules), TAKEN_OVER)
     found.tool_prompt = describe(tools, use.parser)
+    found.tools, found.read_calls = tuple(map(schema, tools)), lambda text: rules.parse(text, tools)
     return found
 
 

@@ -12,11 +12,12 @@ import socket
 from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from envs.check import check_task
 from envs.data.chat_template import template_of_settings
 from envs.registry import task_of
+from envs.tools.taught import MERGED, UNREAD, merged_thought, unread_call
 from learner.data.dialogues import task_dialogues
 from learner.hub_client.settings import answer_limit
 from learner.model.config_file import model_config, policy_vocab_size
@@ -80,8 +81,8 @@ def check_run(
     _check_tensor_parallel(config)
     check_folders(config, notify)
     template_of_settings(config.data.chat_template)
-    _check_template(config, notify)
     task = task_of(config)
+    _check_template(config, task, notify)
     if not config.launch.debug:  # what is wrong shows in its first episode, in a debugger
         check_task(task, limit_s=config.env.step_timeout_s, notify=notify)
     checked_eval_sets(config, notify=notify)
@@ -114,13 +115,22 @@ def checked_eval_sets(config: Config, *, notify: Callable[[str], None] = lambda 
     return found
 
 
-def _check_template(config: Config, notify: Callable[[str], None]) -> None:
-    """Tell that a model which is to be asked in its chat template has none."""
+def _check_template(config: Config, task: Task, notify: Callable[[str], None]) -> None:
+    """Tell that a model which is to be asked in its chat template has none, or writes what nobody reads."""
     data, path = config.data, config.policy.model_path
-    asked = data.apply_chat_template and data.chat_template is None
-    if asked and path is not None and not config.policy.tiny.enabled and not has_chat_template(Path(path)):
+    if not data.apply_chat_template or path is None or config.policy.tiny.enabled:
+        return
+    template = template_of_settings(data.chat_template)
+    if template is None and not has_chat_template(Path(path)):
         notify("the tokenizer has no chat template: contents are joined by line breaks; "
                "set data.apply_chat_template=false if that is intended")
+        return
+    tokenizer, read = _tokenizer(Path(path)), getattr(task, "read_calls", None)
+    if text := merged_thought(tokenizer, template):
+        notify(MERGED.format(text))
+    if read is not None and (text := unread_call(tokenizer, getattr(task, "tools", ())[0], read, template)):
+        parser = f"env.tool_use.parser={config.env.tool_use.parser}"
+        notify(UNREAD.format(text, parser, "name a function of your own there"))
 
 
 def has_chat_template(model_dir: Path) -> bool:
@@ -289,17 +299,19 @@ def _check_adapter(lora: LoraConfig, folder: Path) -> None:
 
 def _check_tokenizer(folder: Path) -> None:
     """Refuse a tokenizer that cannot be loaded, or that has more tokens than the model."""
+    check_vocabulary(_tokenizer(folder), policy_vocab_size(folder), said=f"policy.model_path={folder}")
+
+
+def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    said = f"policy.model_path={folder}"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any library that a tokenizer needs
         raise ConfigError(
-            f"{said}: its tokenizer cannot be loaded, put tokenizer.json and tokenizer_config.json there: "
-            f"{in_one_line(error)}"
+            f"policy.model_path={folder}: its tokenizer cannot be loaded, put tokenizer.json and tokenizer_config.json "
+            f"there: {in_one_line(error)}"
         ) from error
-    check_vocabulary(tokenizer, policy_vocab_size(folder), said=said)
 
 
 def _check_tensor_parallel(config: Config) -> None:
