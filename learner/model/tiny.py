@@ -13,9 +13,11 @@ greedy answer is right only as often as asked for.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -31,6 +33,8 @@ from learner.data.dialogues import Dialogue, task_dialogues
 from streamrl.environment import Task
 from streamrl.errors import ConfigError
 
+log = logging.getLogger("streamrl.learner")
+
 Progress = Callable[[str], None]
 Row = tuple[list[int], list[bool]]
 """Token ids and whether each is trained on."""
@@ -43,6 +47,9 @@ MAX_ERROR_STEPS = 200
 ERROR_LR_SCALE = 0.1
 """A share of the first phase's learning rate: the skill must survive the second."""
 NUM_HELD_OUT = 256
+MAX_BATCH_CHARACTERS = 1 << 14
+"""Of a batch of long texts, which holds fewer of them; padding counts."""
+TOLD_EVERY_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,9 @@ def warm_start(
     save_model(model, model_dir)
     progress(f"warm start: done after {steps} steps and {error_steps} with injected errors, exact match "
              f"{result.exact_match:.2f}")
+    if result.exact_match == 0.0 and num_steps:
+        log.warning("the tiny model gives none of %d held-out answers: it is made for tasks of short texts, and may "
+                    "earn no reward here; train a pretrained one with policy.model_path", len(trainer.held_out))
     return result
 
 
@@ -98,7 +108,8 @@ class WarmStartTrainer:
     def __init__(
         self, model: Any, tokenizer: Any, dialogues: Sequence[Dialogue], batch_size: int, progress: Progress
     ) -> None:
-        num_held_out = min(NUM_HELD_OUT, max(1, len(dialogues) // 5))
+        widest = max(map(_width, dialogues))
+        num_held_out = min(NUM_HELD_OUT, max(1, len(dialogues) // 5), max(16, 4 * MAX_BATCH_CHARACTERS // widest))
         self.model, self.tokenizer, self.progress = model, tokenizer, progress
         self.dialogues = dialogues[:-num_held_out] or dialogues
         self.held_out = [self.encode(dialogue) for dialogue in dialogues[-num_held_out:]]
@@ -109,7 +120,7 @@ class WarmStartTrainer:
         """Steps done and the last loss."""
         optimizer = self.optimizer(lr)
         recent: list[float] = []
-        loss, step = 0.0, 0
+        loss, step, told_at = 0.0, 0, time.monotonic()
         for step in range(1, num_steps + 1):
             for group in optimizer.param_groups:
                 group["lr"] = lr * min(1.0, step / 20, 2 * (num_steps - step + 1) / num_steps)
@@ -117,8 +128,9 @@ class WarmStartTrainer:
             loss, exact = self.step(optimizer, [self.encode(dialogue) for dialogue in self.next_dialogues()])
             recent = [*recent[-7:], exact]
             share = sum(recent) / len(recent)
-            if step % 50 == 0:
-                self.progress(f"warm start: step {step}, loss {loss:.3f}, exact match {share:.2f}")
+            if step % 50 == 0 or time.monotonic() - told_at > TOLD_EVERY_S:
+                told_at = time.monotonic()
+                self.progress(f"warm start: step {step} of {num_steps}, loss {loss:.3f}, exact match {share:.2f}")
             if len(recent) == 8 and share >= TRAINED_SHARE:
                 break
         return step, loss
@@ -170,8 +182,15 @@ class WarmStartTrainer:
         return self.model(input_ids=input_ids, use_cache=False).logits[:, :-1], labels[:, 1:]
 
     def next_dialogues(self) -> list[Dialogue]:
-        chosen = [self.dialogues[(self.position + i) % len(self.dialogues)] for i in range(self.batch_size)]
-        self.position += self.batch_size
+        chosen: list[Dialogue] = []
+        width = 0
+        while len(chosen) < self.batch_size:
+            dialogue = self.dialogues[(self.position + len(chosen)) % len(self.dialogues)]
+            width = max(width, _width(dialogue))
+            if chosen and width * (len(chosen) + 1) > MAX_BATCH_CHARACTERS:
+                break
+            chosen.append(dialogue)
+        self.position += len(chosen)
         return chosen
 
     def encode(self, dialogue: Dialogue) -> Row:
@@ -187,6 +206,10 @@ class WarmStartTrainer:
             ids += part
             trained += [position % 2 == 1] * len(part)
         return ids, trained
+
+
+def _width(dialogue: Dialogue) -> int:
+    return sum(len(str(text)) for text in dialogue) + 1
 
 
 def _exact_share(logits: Tensor, labels: Tensor) -> float:

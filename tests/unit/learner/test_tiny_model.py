@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.tasks.strings import StringTask
 from learner.data.dialogues import task_dialogues
+from learner.model import tiny
 from learner.model.tiny import make_tiny_model, prepare_tiny_model, warm_start
 from streamrl.environment import ChatMessage, SingleTurnTask
 from streamrl.errors import ConfigError, TaskError
@@ -134,6 +135,30 @@ def test_a_prompt_token_earns_no_loss(tmp_path):
 
     assert result.loss < 0.1  # with the prompts in it, it could not fall below 0.5
     assert result.num_steps < 60
+
+
+@pytest.mark.parametrize(("length", "largest"), [(3, 32), (600, 27), (20_000, 1)])
+def test_a_batch_of_long_texts_holds_fewer_of_them_and_what_learns_nothing_is_told(
+    tmp_path, monkeypatch, caplog, length, largest
+):
+    """Of a file such as GSM8K, with texts of a thousand characters, a step would take seconds."""
+    make_tiny_model(tmp_path, characters="abcd", **SMALL)
+    rng = random.Random(0)
+    dialogues = [("ab", "".join(rng.choices("abcd", k=length))) for _ in range(100)]
+    shapes: list[tuple[int, int]] = []
+
+    def forward(self, rows):
+        shapes.append((len(rows), max(len(ids) for ids, _ in rows)))
+        logits = torch.zeros(len(rows), 2, 8, requires_grad=True) * self.model.lm_head.weight.sum()
+        return logits, torch.full((len(rows), 2), 7)
+
+    monkeypatch.setattr(tiny.WarmStartTrainer, "forward", forward)
+    result = warm_start(tmp_path, dialogues, num_steps=3, batch_size=32, stop_at=1.0)
+
+    *steps, held_out, _ = shapes
+    assert [rows for rows, _ in steps] == [largest] * 3 and held_out[0] <= 20
+    assert all(rows * width <= 1.1 * tiny.MAX_BATCH_CHARACTERS or rows == 1 for rows, width in steps)
+    assert result.exact_match == 0.0 and "gives none of" in caplog.text and "policy.model_path" in caplog.text
 
 
 def test_a_warm_start_of_several_turns_trains_every_turn_of_the_model_and_no_other(tmp_path):
