@@ -87,7 +87,7 @@ def parse_tags(text: str, tools: Described) -> Calls:
         body = text[start:at]
         if body.lstrip().startswith("<function="):
             calls += _functions(body, tools)
-        elif "<arg_key>" in body or body.strip() in known:
+        elif "<arg_key>" in body or (end >= 0 and body.strip() in known):
             calls.append(_from_pairs(body, known))
         else:
             values = _values(body, alone=True) or [ValueError("it is empty")]
@@ -126,8 +126,8 @@ def parse_python(text: str, tools: Described) -> Calls:
     """A text that is calls of Python and nothing else, one of a known tool among them; a list, or one a line."""
     text = text.strip()
     for begin, end in _PYTHON_MARKS.items():
-        if text.startswith(begin):
-            text = text.removeprefix(begin).partition(end)[0].strip()
+        if begin in text:  # words may stand before it
+            text = text.partition(begin)[2].partition(end)[0].strip()
     if len(text) > MAX_PYTHON or not _PYTHON.match(text):
         return []
     try:
