@@ -267,6 +267,8 @@ def check_request(request: GenerateRequest, max_tokens: int, vocab_size: int) ->
         raise RequestError(f"a prompt token lies outside the vocabulary of {vocab_size}")
     if not all(request.stop):
         raise RequestError("an empty stop string would end every sequence at once")
+    if any("\ud800" <= char <= "\udfff" for stop in request.stop for char in stop):
+        raise RequestError("a stop string holds half a surrogate pair, which no text has: leave it out")
 
 
 def check_sampling(sampling: Sampling) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from streamrl.config.schema import Config, RolloutWeights, SamplingConfig
+from streamrl.config.schema import Config, RolloutConfig, RolloutWeights, SamplingConfig
 from streamrl.errors import ConfigError
 from streamrl.gpus import Placement, place, usable_gpus
 
@@ -26,6 +27,8 @@ NUM_MORE_CANDIDATES = 17
 """Ids of each token beyond those that may be left: the engine asks for 16 more, for ties, and gets the drawn one."""
 MAX_CANDIDATE_BYTES = 8 << 30
 """The most that such ids may take in one actor."""
+VLLM_TEMPERATURES = 0.01, 2.0
+"""But for 0: vLLM silently raises anything below, and records log-probs of what it did; anything above it refuses."""
 TOLERANCES = {RolloutWeights.full: 0.1, RolloutWeights.int8: 0.5}
 """Nats by which log-probs of actors may differ from the learner's; SmolLM2 in int8 differs by 0.2."""
 
@@ -34,8 +37,16 @@ def gpus_per_engine(config: Config) -> int:
     """GPUs that the engine of one actor computes on, where it computes on GPUs."""
     if config.actors.engine != "vllm":
         return config.launch.gpus_per_actor or 1 if ":" in config.actors.engine else 1
-    given = config.actors.vllm
-    return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
+    return num_vllm_gpus(config.actors.vllm)
+
+
+def num_vllm_gpus(given: Mapping[str, Any]) -> int:
+    """GPUs of one vLLM: ranks of tensor times pipeline parallelism. ConfigError if one is no positive integer."""
+    sizes = {name: given.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"actors.vllm.{name}={size!r}: give a positive integer")
+    return math.prod(sizes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +152,26 @@ def check_engine(config: Config) -> None:
             f"actors.weights={config.actors.weights} is rounded by the native engine alone, and actors.engine is "
             f"{config.actors.engine}: vLLM has actors.vllm.quantization, or leave actors.weights=full"
         )
+    if config.actors.engine == "vllm":
+        _check_temperatures(config.rollout)
     if most_answer_tokens(config) is not None:
         _check_candidates(config.rollout.train.sampling, config.actors.num_concurrent)
+
+
+def _check_temperatures(rollout: RolloutConfig) -> None:
+    """Raise ConfigError for the first temperature that vLLM would refuse in every request."""
+    train, (lowest, highest) = rollout.train, VLLM_TEMPERATURES
+    for key, values in {
+        "train.sampling.temperature": [train.sampling.temperature],
+        "train.final_temperature": [train.final_temperature], "train.member_temperatures": train.member_temperatures,
+        "test.sampling.temperature": [rollout.test.sampling.temperature],
+    }.items():
+        for value in values:
+            if value and not lowest <= value <= highest:
+                raise ConfigError(
+                    f"rollout.{key}={value}: vLLM goes from {lowest} to {highest}, or 0 for greedy: change it, or take "
+                    "actors.engine=native"
+                )
 
 
 def most_answer_tokens(config: Config) -> int | None:

@@ -119,7 +119,7 @@ class NativeEngine:
         prefill_tokens: int = 2048, adapter: AdapterSpec | None = None, weights: str = "full",
         capture: Capture | None = None,
     ) -> None:
-        _check_sizes(model, max_num_seqs, max_tokens)
+        check_sizes(model, max_num_seqs, max_tokens)
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
         self._policy, self._num_threads = install_policy, num_threads
         self._eos_ids = model_end_ids(model, tokenizer)
@@ -404,7 +404,8 @@ class NativeEngine:
         return error
 
 
-def _check_sizes(model: torch.nn.Module, max_num_seqs: int, max_tokens: int) -> None:
+def check_sizes(model: torch.nn.Module, max_num_seqs: int, max_tokens: int) -> None:
+    """Raise EngineError for sequences that are longer than the model's positions, and for no room at all."""
     if max_num_seqs < 1 or max_tokens < 2:
         raise EngineError(f"an engine needs max_num_seqs >= 1, max_tokens >= 2, got {max_num_seqs} and {max_tokens}")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -20,9 +20,9 @@ from actors.engines.vllm.process import (
     block_interrupts,
     check_argument_names,
     environment,
-    num_engine_gpus,
     starts_alone,
 )
+from streamrl.config.devices import VLLM_TEMPERATURES, num_vllm_gpus
 from streamrl.errors import EngineError, RequestError
 from streamrl.messages import VersionRef
 
@@ -55,7 +55,7 @@ class Core:
 
     def start(self) -> None:
         """Block until vLLM runs, without weights. Raises EngineError if it does not, or does not know an argument."""
-        gpus = num_engine_gpus(self._arguments)
+        gpus = num_vllm_gpus(self._arguments)
         self.asleep = False
         with self._environment(), block_interrupts(), starts_alone(self._device, gpus):
             self._check()
@@ -165,7 +165,6 @@ class Core:
         self.group.close()
 
 
-LOWEST_TEMPERATURE = 0.01  # vLLM silently raises anything below to this, and records log-probs of what it did
 NUM_MORE_KEPT = 16
 """Ids asked for beyond top-k: vLLM keeps all that tie with the last, and logits of a half type tie often."""
 _WORD = (1 << 64) - 1
@@ -227,7 +226,7 @@ class RequestTracker:
             if llm.errored:
                 self._on_death(llm)
                 raise self._lost() from error
-            if isinstance(error, ValueError | TypeError | OverflowError):  # its own checks of a request
+            if isinstance(error, vllm().refusals):
                 raise RequestError(f"vLLM refuses the request: {error}") from error
             raise EngineError(f"vLLM failed: {error!r}") from error
         raise EngineError("vLLM ended a sequence without an output")
@@ -241,8 +240,9 @@ class RequestTracker:
 
 
 def check_temperature(temperature: float) -> None:
-    if 0 < temperature < LOWEST_TEMPERATURE:
-        raise RequestError(f"temperature={temperature}: vLLM goes down to {LOWEST_TEMPERATURE}, or 0 for greedy")
+    lowest, highest = VLLM_TEMPERATURES
+    if 0 < temperature < lowest or temperature > highest:
+        raise RequestError(f"temperature={temperature}: vLLM goes down to {lowest}, up to {highest}, or 0 for greedy")
 
 
 def sampling_arguments(request: GenerateRequest, eos_ids: Sequence[int], vocab_size: int) -> dict[str, Any]:

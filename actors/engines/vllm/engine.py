@@ -26,7 +26,7 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from actors.engines.base import EngineSpec, EngineStats, GenerateRequest, Generation, InstallTimes, check_request
-from actors.engines.native.engine import build_model, model_end_ids
+from actors.engines.native.engine import build_model, check_sizes, model_end_ids
 from actors.engines.native.weights import check_document, checkpoint_tensors
 from actors.engines.vllm.core import (
     Core,
@@ -80,6 +80,7 @@ class VllmEngine:
         self.max_num_seqs, self.max_tokens, self._policy = spec.max_num_seqs, spec.max_tokens, spec.install_policy
         with torch.device("meta"):
             model = build_model(spec.model_dir, dtype=spec.dtype, device="meta")
+        check_sizes(model, spec.max_num_seqs, spec.max_tokens)  # vLLM would cut answers short without a word
         self._model = model  # without weights
         self._expected = checkpoint_tensors(model)
         self._eos_ids = sorted(model_end_ids(model, spec.tokenizer))
@@ -159,7 +160,7 @@ class VllmEngine:
                 **sampling_arguments(request, self._eos_ids, self.vocab_size),
                 output_kind=vllm().RequestOutputKind.FINAL_ONLY,
             )
-        except (ValueError, TypeError, OverflowError) as error:
+        except vllm().refusals as error:
             raise RequestError(f"vLLM refuses the request: {error}") from error
         self._waiting += 1
         releases = self._releases

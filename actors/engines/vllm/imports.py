@@ -45,6 +45,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "weight_versions"),
     "vllm.outputs:WeightVersionSpan": ("version", "start", "end"),
     "vllm.outputs:RequestOutput": ("outputs", "prompt_logprobs"),
+    "vllm.exceptions:VLLMClientError": (),
     "vllm.inputs.engine:tokens_input": ("prompt_token_ids", "cache_salt"),
     "vllm.config:set_current_vllm_config": ("vllm_config",),
     "vllm.model_executor.models:ModelRegistry.models": (),
@@ -78,6 +79,7 @@ def vllm() -> SimpleNamespace:
     try:
         from vllm import SamplingParams
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
@@ -88,7 +90,7 @@ def vllm() -> SimpleNamespace:
     return SimpleNamespace(
         AsyncEngineArgs=AsyncEngineArgs, AsyncLLM=AsyncLLM, LoRARequest=LoRARequest,
         RequestOutputKind=RequestOutputKind, SamplingParams=SamplingParams, tokens_input=tokens_input,
-        version=__version__,
+        refusals=(VLLMClientError, ValueError, TypeError, OverflowError), version=__version__,
     )
 
 

@@ -22,6 +22,7 @@ import torch
 
 from actors.engines.vllm.reaper import MARK, kill_group
 from streamrl.architectures.rope import has_dynamic_rope
+from streamrl.config.devices import num_vllm_gpus
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD
 from streamrl.errors import EngineError
 from streamrl.gpus import Gpu, gpu_of
@@ -38,11 +39,6 @@ SLACK_BYTES = 4 * GIB
 """Left free beside other processes: contexts, and what a reload needs of one layer."""
 ALONE = 0.95
 """With so much of the memory free, no other process of size is there."""
-
-
-def num_engine_gpus(options: Mapping[str, Any]) -> int:
-    """GPUs of one engine: ranks of tensor times pipeline parallelism."""
-    return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
 
 
 def gpu_arguments(
@@ -64,7 +60,7 @@ def gpu_arguments(
     found: dict[str, Any] = {"enable_sleep_mode": True} if sleeps else {}
     if ":" in device:
         first = int(device.partition(":")[2])
-        found["device_ids"] = list(range(first, first + num_engine_gpus(extra)))
+        found["device_ids"] = list(range(first, first + num_vllm_gpus(extra)))
     if half and isinstance(given := extra.get("hf_overrides", {}), Mapping):
         found["hf_overrides"] = {"head_dtype": "float32", **given}
     if sleeps and share is None:

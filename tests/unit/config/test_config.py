@@ -56,6 +56,26 @@ def test_a_number_that_no_run_can_use_is_refused_with_its_bound(word, bound):
         load_config([QUICK, word])
 
 
+@pytest.mark.parametrize("word", [
+    "rollout.train.sampling.temperature=2.5", "rollout.train.sampling.temperature=0.001",
+    "rollout.train.member_temperatures=[0.5,3]", "rollout.train.final_temperature=0.005",
+    "rollout.test.sampling.temperature=2.01",
+])
+def test_a_temperature_that_vllm_refuses_is_refused_at_the_start_and_no_other_engine_minds_it(word):
+    words = [QUICK, word, "actors.engine=native"]
+    words += ["rollout.train.num_annealing_steps=9"] if "final" in word else []
+    load_config(words)
+    load_config([*words, "actors.engine=vllm", word.partition("=")[0] + ("=[0.01,2]" if "[" in word else "=2")])
+    with pytest.raises(ConfigError, match=rf"^{word.partition('=')[0]}=[\d.]+: vLLM goes from 0.01 to 2"):
+        load_config([*words, "actors.engine=vllm"])
+
+
+@pytest.mark.parametrize("word", ["tensor_parallel_size=two", "pipeline_parallel_size=null", "tensor_parallel_size=0"])
+def test_ranks_of_vllm_that_are_no_number_are_refused_by_name(word):
+    with pytest.raises(ConfigError, match=rf"^actors.vllm.{word.partition('=')[0]}=\S+: give a positive integer"):
+        load_config([QUICK, "actors.engine=vllm", f"actors.vllm.{word}"])
+
+
 def test_infinity_turns_a_cap_off():
     config = load_config([QUICK, "policy.optimizer.max_grad_norm=inf", "advantage.rho_bar=inf", "loss.clip_high=inf"])
     assert (config.policy.optimizer.max_grad_norm, config.advantage.rho_bar, config.loss.clip_high) == (math.inf,) * 3

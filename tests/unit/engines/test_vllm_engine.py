@@ -403,7 +403,9 @@ def test_a_cancelled_sequence_gives_its_place_back(harness):
     (request([64], 4), "outside the vocabulary"),
     (request([3], 4, stop=("",)), "empty stop string"),
     (request([3], 4, sampling=Sampling(temperature=0.001)), "down to 0.01"),
+    (request([3], 4, sampling=Sampling(temperature=2.5)), "up to 2.0"),
     (request([3], 4, sampling=Sampling(top_p=0.0)), "top_p"),
+    (request([3], 4, stop=("a", "b\ud83d")), "half a surrogate pair"),
 ])  # fmt: skip
 def test_an_impossible_request_is_refused_by_name(harness, bad, words):
     with pytest.raises(RequestError, match=words):

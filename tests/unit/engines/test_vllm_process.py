@@ -274,6 +274,14 @@ def test_an_engine_with_adapters_hands_on_all_that_vllm_said_of_a_turn_the_sets_
         engine._core.close()
 
 
+def test_sequences_longer_than_the_models_positions_are_refused_before_anything_starts(tmp_path):
+    spec = EngineSpec(
+        model_dir=save(tmp_path, 0), tokenizer=character_tokenizer(), max_num_seqs=1, max_tokens=513, max_new_tokens=64
+    )
+    with pytest.raises(EngineError, match="max_tokens=513 exceeds the model's max_position_embeddings=512"):
+        VllmEngine(spec)
+
+
 def test_the_seed_of_a_turn_depends_on_the_members_seed_and_the_place_and_fits():
     seeds = [turn_seed(request([3] * length, 4, seed=seed)) for length in (1, 2, 9) for seed in (0, 1, 2**64 - 1)]
     assert len(set(seeds)) == 9 and all(0 <= seed < 2**63 for seed in seeds)
@@ -310,8 +318,13 @@ def test_a_killed_actor_takes_its_engines_processes_and_their_folder_with_it(tmp
     parent.stdout.close()
 
 
+class Refused(Exception):
+    """Of vLLM's own, which are no ValueError."""
+
+
 @pytest.mark.parametrize(("raised", "dead", "error"), [
     (ValueError("top_k must be an integer"), False, RequestError), (OverflowError("too large"), False, RequestError),
+    (Refused("temperature"), False, RequestError),
     (RuntimeError("out of memory"), False, EngineError), (ValueError("anything"), True, CoreDiedError),
 ])
 def test_what_one_request_raises_is_that_requests_unless_the_core_is_dead(raised, dead, error, monkeypatch):
@@ -323,7 +336,8 @@ def test_what_one_request_raises_is_that_requests_unless_the_core_is_dead(raised
             yield
 
     deaths: list = []
-    monkeypatch.setattr(client, "vllm", lambda: SimpleNamespace(tokens_input=lambda ids, cache_salt: ids))
+    names = SimpleNamespace(tokens_input=lambda ids, cache_salt: ids, refusals=(Refused, ValueError, OverflowError))
+    monkeypatch.setattr(client, "vllm", lambda: names)
     tracker = client.RequestTracker(SimpleNamespace(llm=Llm(), asleep=False), deaths.append)
     with pytest.raises(error) as caught:
         asyncio.run(tracker.submit([1], None, ""))
