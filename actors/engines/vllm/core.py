@@ -312,6 +312,15 @@ def _within_sets(found: Any) -> tuple[list[float], list[np.ndarray]]:
     return logprobs, sets
 
 
+def read_older_prompt(output: Any, submitted: VersionRef) -> bool:
+    """Whether a sequence began with later weights than those that its prompt's cache was salted with.
+
+    It was submitted just before an install, and vLLM, which had stopped by then, began it afterwards.
+    """
+    spans = spans_of(output.outputs[0].weight_versions, len(output.outputs[0].token_ids))
+    return bool(output.num_cached_tokens and spans) and spans[0].ref != submitted
+
+
 def spans_of(spans: Any, num_tokens: int) -> list[VersionSpan]:
     """vLLM's spans of labels as versions. Raises EngineError for a label that is not ours, or tokens without one."""
     found: list[VersionSpan] = []

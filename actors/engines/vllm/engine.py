@@ -34,6 +34,7 @@ from actors.engines.vllm.core import (
     RequestTracker,
     check_temperature,
     generation_of,
+    read_older_prompt,
     sampling_arguments,
     scoring_arguments,
 )
@@ -194,15 +195,20 @@ class VllmEngine:
         return [float(rows[place][token_ids[place]].logprob) for place in range(start, len(token_ids))]
 
     async def _submit(self, prompt_ids: list[int], params: Any, version: VersionRef | None = None) -> Any:
-        """The finished output, of a request that begins when no version is being exchanged."""
-        await self._until_open()
-        self._count(+1)
-        try:
-            return await self._requests.submit(
-                prompt_ids, params, salt=str(version or self.installed), lora=self._lora_of(version)
-            )
-        finally:
-            self._count(-1)
+        """The finished output, of a request that begins when no version is being exchanged.
+
+        One that an install overtook is repeated: it may have read its prompt from the cache of the older version.
+        """
+        while True:
+            await self._until_open()
+            salt = version or self.installed
+            self._count(+1)
+            try:
+                output = await self._requests.submit(prompt_ids, params, salt=str(salt), lora=self._lora_of(version))
+            finally:
+                self._count(-1)
+            if version is not None or params.prompt_logprobs is not None or not read_older_prompt(output, salt):
+                return output
 
     def _lora_of(self, version: VersionRef | None) -> Any:
         """The LoRARequest of a version; None where versions are whole models."""

@@ -44,7 +44,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "vllm.sampling_params:RequestOutputKind.FINAL_ONLY": (),
     "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "weight_versions"),
     "vllm.outputs:WeightVersionSpan": ("version", "start", "end"),
-    "vllm.outputs:RequestOutput": ("outputs", "prompt_logprobs"),
+    "vllm.outputs:RequestOutput": ("outputs", "prompt_logprobs", "num_cached_tokens"),
     "vllm.exceptions:VLLMClientError": (),
     "vllm.inputs.engine:tokens_input": ("prompt_token_ids", "cache_salt"),
     "vllm.config:set_current_vllm_config": ("vllm_config",),

@@ -249,6 +249,47 @@ def test_a_prompt_read_under_old_weights_is_not_reused_under_new_ones(harness):
     harness.run(whole())
 
 
+@pytest.mark.parametrize("policy", ["continue", "drain"])
+def test_a_sequence_that_an_install_overtakes_reads_no_prompt_from_the_older_cache(harness, policy, monkeypatch):
+    engine, prompt, sequences = harness.engine, prompt_of(200), []
+    stage, pause = engine._stage, engine._core.pause
+
+    def send(number: int) -> None:
+        for pid in group_pids(engine._core.group.mark):
+            os.kill(pid, number)
+
+    async def submitted_last(staged) -> None:
+        await stage(staged)
+        send(signal.SIGSTOP)  # the core finds the sequence and the pause together
+        sequences.append(asyncio.ensure_future(engine.generate(request(prompt, 16, seed=5))))
+        await until(lambda: engine.stats().running == 1)
+
+    async def pause_sent(mode: str, clear_cache: bool) -> None:
+        paused = asyncio.ensure_future(pause(mode, clear_cache))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        send(signal.SIGCONT)
+        await paused
+
+    async def whole() -> None:
+        overtaken = False
+        while not overtaken:  # the core may read the one before it sees the other
+            await serve(harness, 1)
+            await engine.generate(request(prompt, 4))
+            read = engine.stats().prefill_tokens_total
+            with monkeypatch.context() as patched:
+                patched.setattr(engine, "_stage", submitted_last)
+                patched.setattr(engine._core, "pause", pause_sent)
+                new = await serve(harness, 2)
+            done = await sequences[-1]
+            if done.spans[0].ref == new:
+                assert_equal(done.logprobs, truth_logprobs(model(2), prompt, done.token_ids))
+                overtaken = engine.stats().prefill_tokens_total == read + 2 * len(prompt)
+
+    with harness.policy(policy):
+        harness.run(whole())
+
+
 def spoiled(kind: str) -> dict[str, torch.Tensor]:
     tensors = document(model(2))
     name = list(tensors)[5]
