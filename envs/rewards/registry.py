@@ -139,7 +139,7 @@ REWARDS: dict[str, MakeReward] = {
     "model": reward_model,
 }
 Written = Callable[[Any, str], RewardFunction | None]
-"""Of what a module's attribute is, and its name: the reward of a function that scores answers, None for a factory."""
+"""A function of a module's attribute and its name: the reward of one that scores answers, None for a factory."""
 OWN = "Write a function of messages or completion, as docs/rewards.md shows, or a factory of (settings, shape)."
 
 

@@ -1,4 +1,4 @@
-"""What a chat template teaches a model to write, against what is read: calls of tools, and thoughts.
+"""A comparison of what a chat template teaches a model to write with what is read: calls of tools, and thoughts.
 
 Tells by one message through the template itself, in the text that decoding leaves of it: special tokens are gone there.
 """

@@ -48,7 +48,7 @@ ERROR_LR_SCALE = 0.1
 """A share of the first phase's learning rate: the skill must survive the second."""
 NUM_HELD_OUT = 256
 MAX_BATCH_CHARACTERS = 1 << 14
-"""Of a batch of long texts, which holds fewer of them; padding counts."""
+"""The most in a batch, which holds fewer texts if they are long; padding counts."""
 TOLD_EVERY_S = 15.0
 
 

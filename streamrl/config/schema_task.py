@@ -60,7 +60,7 @@ class DataConfig:
 @dataclass
 class ToolUseConfig:
     parser: str = "auto"
-    """How calls are written: auto, tags (Hermes, Qwen), marks, json (Llama 3), python, fence, angle, or a function."""
+    """The form of calls: auto, tags (Hermes, Qwen), marks, json (Llama 3), python, fence, angle, or a function."""
     max_calls: PositiveInt = 8
     """Most calls of an episode; then the model is asked for its final answer."""
     max_output_chars: PositiveInt = 2000

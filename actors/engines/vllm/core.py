@@ -313,7 +313,7 @@ def _within_sets(found: Any) -> tuple[list[float], list[np.ndarray]]:
 
 
 def read_older_prompt(output: Any, submitted: VersionRef) -> bool:
-    """Whether a sequence began with later weights than those that its prompt's cache was salted with.
+    """Tell whether a sequence began with later weights than those that its prompt's cache was salted with.
 
     It was submitted just before an install, and vLLM, which had stopped by then, began it afterwards.
     """

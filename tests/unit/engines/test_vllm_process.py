@@ -319,7 +319,7 @@ def test_a_killed_actor_takes_its_engines_processes_and_their_folder_with_it(tmp
 
 
 class Refused(Exception):
-    """Of vLLM's own, which are no ValueError."""
+    """Refusals of vLLM's own class, which is no ValueError."""
 
 
 @pytest.mark.parametrize(("raised", "dead", "error"), [

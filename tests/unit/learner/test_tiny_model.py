@@ -141,7 +141,7 @@ def test_a_prompt_token_earns_no_loss(tmp_path):
 def test_a_batch_of_long_texts_holds_fewer_of_them_and_what_learns_nothing_is_told(
     tmp_path, monkeypatch, caplog, length, largest
 ):
-    """Of a file such as GSM8K, with texts of a thousand characters, a step would take seconds."""
+    """A file such as GSM8K has texts of a thousand characters: a step would take seconds."""
     make_tiny_model(tmp_path, characters="abcd", **SMALL)
     rng = random.Random(0)
     dialogues = [("ab", "".join(rng.choices("abcd", k=length))) for _ in range(100)]
