@@ -157,7 +157,8 @@ def make_reward(
     """
     if not settings.weights:
         assert settings.type is not None, "neither reward.type nor reward.weights is set"
-        found = _made(settings.type, settings, shape, "reward.type", written)
+        resolved = resolve(settings.type, REWARDS, setting="reward.type")
+        found = _made(resolved, settings.type, settings, shape, written)
         _tell_prompt({settings.type: found}, system_prompt)
         return found
     if settings.type is not None:
@@ -165,13 +166,15 @@ def make_reward(
             f"reward.type={settings.type} and reward.weights are both set: leave one of them out, or put "
             f"{settings.type} into reward.weights."
         )
-    rewards = {name: _made(name, settings, shape, "reward.weights", written) for name in settings.weights}
+    rewards = {
+        name: _made(resolve(name, REWARDS, setting="reward.weights"), name, settings, shape, written)
+        for name in settings.weights
+    }
     _tell_prompt(rewards, system_prompt)
     return combine(rewards, settings.weights)
 
 
-def _made(name: str, settings: RewardConfig, shape: RecordShape, setting: str, written: Written) -> RewardFunction:
-    found = resolve(name, REWARDS, setting=setting)
+def _made(found: Any, name: str, settings: RewardConfig, shape: RecordShape, written: Written) -> RewardFunction:
     if name in REWARDS:
         return found(settings, shape)
     if (own := written(found, name)) is not None:
@@ -179,9 +182,9 @@ def _made(name: str, settings: RewardConfig, shape: RecordShape, setting: str, w
     try:
         made = found(settings, shape)
     except Exception as error:  # of the user's own code
-        raise ConfigError(f"{setting}: {name} makes no reward: {describe(error)}. {OWN}") from error
+        raise ConfigError(f"reward {name} cannot be made: {describe(error)}. {OWN}") from error
     if not callable(made):
-        raise ConfigError(f"{setting}: {name} gave {made!r:.60}, which scores nothing. {OWN}")
+        raise ConfigError(f"reward {name} cannot be made: it gave {made!r:.60}, which scores nothing. {OWN}")
     return made
 
 

@@ -65,12 +65,11 @@ def test_a_function_in_a_module_is_a_reward_as_in_a_file(own_rewards, name, form
 
 
 @pytest.mark.parametrize(("name", "says"), [
-    ("number", "gave 1.0, which scores nothing"), ("fails", r"makes no reward: LookupError: no such model"),
-    ("three", "makes no reward: TypeError"),
+    ("number", "it gave 1.0, which scores nothing"), ("fails", "LookupError: no such model"), ("three", "TypeError"),
 ])
 @pytest.mark.parametrize("form", ["type", "weights"])
 def test_what_makes_no_reward_is_told_with_the_forms_that_do(own_rewards, name, says, form):
     named = f"{own_rewards}:{name}"
     settings = RewardConfig(type=named) if form == "type" else RewardConfig(weights={named: 1.0, "length": 0.0})
-    with pytest.raises(ConfigError, match=rf"reward\.{form}: {named} {says}.*function of messages or completion"):
+    with pytest.raises(ConfigError, match=rf"reward {named} cannot be made: {says}.*function of messages"):
         make_reward(settings, RecordShape(None, None))
