@@ -160,9 +160,9 @@ class Relay:
             self._in_flight.begin(BASE_REF, *([self._newest[0].ref] if self._newest is not None else []))
             try:
                 await self._fetch_news()
-            except (WeightsError, OSError, MemoryError) as error:
+            except Exception as error:  # whatever it is: while a fetch seems to go on, actors wait for it
                 # The hub announces again to an actor that lags; until then actors are sent to it.
-                log.warning("%s", error or "no memory for this version's weights")
+                log.warning("%s", error if isinstance(error, WeightsError) else f"a fetch failed: {error!r}")
                 self._in_flight.end(failed=True)
             else:
                 self._in_flight.end(failed=False)

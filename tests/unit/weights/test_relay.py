@@ -299,8 +299,8 @@ def test_a_relay_that_cannot_reach_the_learners_weights_sends_its_actors_there(t
                 one.fetch_assets(offers, welcome.assets_nbytes, welcome.assets_digest, deadline_s=200)
 
 
-@pytest.mark.parametrize("failure", [MemoryError(), OSError(28, "No space left on device")])
-def test_a_relay_whose_machine_has_no_room_sends_its_actors_on_and_brings_the_next_version(
+@pytest.mark.parametrize("failure", [MemoryError(), OSError(28, "No space left on device"), ValueError("any other")])
+def test_a_relay_whose_fetch_fails_sends_its_actors_on_and_brings_the_next_version(
     tmp_path, models, monkeypatch, failure
 ):
     monkeypatch.setattr(relay_chunks, "WAIT_FOR_ANNOUNCE_S", 0.2)
