@@ -125,11 +125,7 @@ class Renderer:
         return self._template(messages, tools) if self.chat else "\n".join(map(plain_text, messages))
 
     def _shows_tools(self, messages: Sequence[ChatMessage]) -> bool:
-        if not self.chat:
-            return False
-        return shows_tools(
-            self.tokenizer, messages, self._given_template
-        )
+        return self.chat and shows_tools(self.tokenizer, messages, self._given_template)
 
     def tell_unread(self, tools: Tools) -> None:
         """Say once if calls of such tools, as the template writes them, are not read by those who ask over `chat`."""
@@ -223,18 +219,17 @@ class Renderer:
         forms = template_forms(messages, self.template)
         try:
             return rendered(
-                self.tokenizer, forms, tools, add_generation_prompt=not begun,
+                self.tokenizer, forms, tools,
+                add_generation_prompt=not begun,
                 continue_final_message=begun, **own,
             )
         except TemplateError as error:
-            hint = ""
-            if any(one.role == "tool" for one in messages):
-                hint = ", of env.tools with env.tool_use.role=user"
+            used = any(one.role == "tool" for one in messages)
+            hint = ", of env.tools with env.tool_use.role=user" if used else ""
             roles = ", ".join(one.role for one in messages[-8:])
             raise TaskError(
-                f"the chat template refuses messages of {roles} "
-                f"({error}): change their roles{hint}, "
-                "or give another template with data.chat_template"
+                f"the chat template refuses messages of {roles} ({error}): change their roles{hint}, or give another "
+                "template with data.chat_template"
             ) from error
 
     def encode(self, text: str) -> list[int]:

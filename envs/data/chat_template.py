@@ -88,25 +88,20 @@ def rendered(tokenizer: Any, forms: Sequence[Form], tools: Tools = (), **options
     given = options.get("chat_template")
     if tools and not shows_tools(tokenizer, forms, given):
         _tell_once(
-            "the chat template shows no tools: the model does not know "
-            "which there are; data.chat_template gives another"
+            "the chat template shows no tools: the model does not know which there are; data.chat_template gives "
+            "another"
         )
     for number in _left_out(tokenizer, forms, tools, options):
         role = forms[number]["role"]
-        hint = ""
-        if role == "tool":
-            hint = " (of env.tools: env.tool_use.role=user)"
+        hint = " (of env.tools: env.tool_use.role=user)" if role == "tool" else ""
         raise TaskError(
-            f"the chat template leaves out message {number + 1}, of {role}, "
-            "which the model would not read: change its role"
-            f"{hint}, or give another template with data.chat_template"
+            f"the chat template leaves out message {number + 1}, of {role}, which the model would not read: change its "
+            f"role{hint}, or give another template with data.chat_template"
         )
     return whole
 
 
-def shows_tools(
-    tokenizer: Any, forms: Sequence[Any], template: str | None = None
-) -> bool:
+def shows_tools(tokenizer: Any, forms: Sequence[Any], template: str | None = None) -> bool:
     """Tell whether the template shows tools to a conversation that begins like this one; yes, if none can say.
 
     Args:
@@ -124,10 +119,7 @@ def shows_tools(
 
     def look() -> bool:
         try:
-            return mark in _rendered(
-                tokenizer, asked, [tool],
-                add_generation_prompt=True, **given,
-            )
+            return mark in _rendered(tokenizer, asked, [tool], add_generation_prompt=True, **given)
         except Exception:  # a template raises what it likes
             return True
 
@@ -148,8 +140,7 @@ def _left_out(
 
     def look() -> list[int]:
         marked = [
-            {**form, "content": marks[number]} if number in marks else form
-            for number, form in enumerate(forms)
+            {**form, "content": marks[number]} if number in marks else form for number, form in enumerate(forms)
         ]
         try:
             text = _rendered(tokenizer, marked, tools, **options)

@@ -139,7 +139,7 @@ REWARDS: dict[str, MakeReward] = {
     "model": reward_model,
 }
 Written = Callable[[Any, str], RewardFunction | None]
-"""A function of a module's attribute and its name: the reward of one that scores answers, None for a factory."""
+"""Takes a module's attribute and its name; returns the reward that it is, or None if it is a factory."""
 OWN = "Write a function of messages or completion, as docs/rewards.md shows, or a factory of (settings, shape)."
 
 
