@@ -1,12 +1,15 @@
 import inspect
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from tests.flow.fork_server import running
 from tests.kit.loops import run
 from tests.slow import is_slow
 
@@ -18,6 +21,13 @@ def own_state() -> Iterator[None]:
     """A state directory of the tests' own, for example for the key that signs runs: the user's is left alone."""
     with tempfile.TemporaryDirectory(prefix="streamrl-state-") as folder:
         os.environ["XDG_STATE_HOME"] = folder
+        yield
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """While there is one, `ForkedPopen` forks; where nothing can be forked it starts a new Python."""
+    with running(tmp_path_factory.mktemp("fork_server")) if sys.platform == "linux" else nullcontext():
         yield
 
 

@@ -56,9 +56,9 @@ def test_ten_lines_with_a_function_and_a_list_train(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(TEN_LINES, as_version=4)
     for cell in notebook.cells:
-        cell.source = cell.source.replace("num_steps=150", "num_steps=60, eval__every_steps=20")
-        cell.source = cell.source.replace("num_steps=200", "num_steps=62")
-    check = "assert run.eval_score_best > run.eval_score_first, run.evaluations\nassert run.steps == 62, run"
+        cell.source = cell.source.replace("num_steps=150", "num_steps=24, eval__every_steps=8")
+        cell.source = cell.source.replace("num_steps=200", "num_steps=26")
+    check = "assert run.eval_score_best > run.eval_score_first, run.evaluations\nassert run.steps == 26, run"
     notebook.cells.append(nbformat.v4.new_code_cell(check))
 
     NotebookClient(notebook, timeout=540, resources={"metadata": {"path": str(tmp_path)}}).execute()

@@ -1,12 +1,9 @@
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from tests.flow.fork_server import running
 from tests.flow.forked_process import ForkedPopen
 from tests.flow.processes import RunHarness
 
@@ -20,13 +17,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flow)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(900))
-
-
-@pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """While there is one, `ForkedPopen` forks; where nothing can be forked it starts a new Python."""
-    with running(tmp_path_factory.mktemp("fork_server")) if sys.platform == "linux" else nullcontext():
-        yield
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 A run of two actors imports torch and transformers four times, which takes most of the processor time of a short one.
 The parent imports them once, before there is any thread, socket of ZeroMQ or thread pool of torch, and each program
 begins in a fork of it as if it were a new Python: `runpy` runs its module, in the requested environment and folder,
-with the requested streams. It ends as any Python does. What is different: its parent process, and /proc/PID/environ.
+with the requested streams. It ends as any Python does. What is different: its parent process.
 """
 
 import ast
 import ctypes
 import gc
-import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -19,7 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,18 @@ from tests.flow.forked_process import MAX_REQUEST_BYTES, ForkedPopen, module_and
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = (
-    "learner", "learner.hub", "learner.supervised", "learner.replay", "actors", "streamrl.cli",
+    "learner", "learner.hub", "learner.broadcaster", "learner.supervised", "learner.fit", "learner.replay",
+    "learner.replay.at", "learner.replay.what_if", "learner.replay.verify", "learner.replay.blame",
+    "learner.replay.bisect", "actors", "actors.evaluate", "actors.recorded", "actors.chat", "actors.serve",
+    "actors.reward_model", "envs.catalog", "streamrl.cli", "streamrl.supervise.torchrun", "torch.distributed.run",
     "tests.fakes.lying_actor", "tests.fakes.command_line",
+    "tests.unit.learner.two_ranks", "tests.unit.learner.four_ranks", "tests.unit.learner.checkpoint_forms",
 )
+BECOME = ("streamrl.cli", "learner.replay", "learner.replay.at", "learner.replay.what_if")
+"""Those that become another program before they have done anything."""
+TORCHRUN_STARTS_BY = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 PADDING = "." * (1 << 16)
-"""An argument of the server: the room in which its children write their own command lines."""
+"""An argument and a variable of the server: the room for the command lines and environments of its children."""
 
 
 @contextmanager
@@ -40,7 +47,7 @@ def running(folder: Path) -> Iterator[None]:
     """Run a server that `ForkedPopen` uses; it imports meanwhile, and logs into `folder`."""
     path = folder / "fork_server.socket"
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
+        **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PADDING": PADDING,
         "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",  # libgomp reads them once, here
     }
     with (
@@ -63,17 +70,23 @@ def running(folder: Path) -> Iterator[None]:
 
 def import_programs() -> None:
     """Import what the programs' main modules import, inside functions too. They themselves are run later."""
-    for program in PROGRAMS:
-        source = ROOT / program.replace(".", "/")
-        main = source / "__main__.py" if source.is_dir() else source.with_suffix(".py")
-        for node in ast.walk(ast.parse(main.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module:
+    mains = [main_module(program) for program in PROGRAMS]
+    for main in mains:
+        source = importlib.util.find_spec(main).origin
+        for node in ast.walk(ast.parse(Path(source).read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 importlib.import_module(node.module)
-    for program in PROGRAMS:  # some of them import another
-        is_package = (ROOT / program.replace(".", "/")).is_dir()
-        sys.modules.pop(f"{program}.__main__" if is_package else program, None)
+    for main in mains:  # some of them import another
+        sys.modules.pop(main, None)
+    sys.modules["streamrl.config.load"].load_config(["experiment=quickstart"])  # fills the tables of the words' parser
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page of it
+
+
+def main_module(program: str) -> str:
+    """What `python -m PROGRAM` runs."""
+    is_package = importlib.util.find_spec(program).submodule_search_locations is not None
+    return f"{program}.__main__" if is_package else program
 
 
 def serve(listener: socket.socket) -> dict[str, Any] | None:
@@ -144,13 +157,14 @@ def become(request: dict[str, Any]) -> None:
     now = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in now if path and path not in had]
     write_command_line(request["command"])
+    write_environment(request["environment"])
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own generator does so by itself
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     ForkedPopen.server, ForkedPopen.programs = request["server"], tuple(request["programs"])
-    subprocess.Popen = ForkedPopen
+    subprocess.Popen = sys.modules[TORCHRUN_STARTS_BY].Popen = ForkedPopen
     sys.argv = [request["module"], *request["words"]]
-    if request["module"] == "streamrl.cli":
+    if request["module"] in BECOME:
         os.execv = become_program
 
 
@@ -160,7 +174,7 @@ def become_program(path: str, command: Sequence[str], *, execute: Any = os.execv
     if program is None:
         execute(path, command)
     module, words = program
-    if module == "streamrl.cli":
+    if module in BECOME:
         os.execv = become_program
     for name in (None, "streamrl"):
         logging.getLogger(name).handlers.clear()
@@ -172,9 +186,18 @@ def become_program(path: str, command: Sequence[str], *, execute: Any = os.execv
 
 def write_command_line(command: Sequence[str]) -> None:
     """Show this command in /proc/PID/cmdline, by which tests find processes."""
+    _write(command, 45)  # arg_start and arg_end of proc(5)
+
+
+def write_environment(environment: Mapping[str, str]) -> None:
+    """Show these variables in /proc/PID/environ, by which some find a rank or what a killed process left."""
+    _write([f"{name}={value}" for name, value in environment.items()], 47)  # env_start and env_end
+
+
+def _write(words: Sequence[str], field: int) -> None:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
-    line = b"".join(word.encode() + b"\0" for word in command)
+    begin, end = int(fields[field]), int(fields[field + 1])
+    line = b"".join(word.encode(errors="surrogateescape") + b"\0" for word in words)
     assert len(line) < end - begin, f"{len(line)} bytes of words, the fork server has room for {end - begin}"
     ctypes.memset(begin, 0, end - begin)
     ctypes.memmove(begin, line, len(line))

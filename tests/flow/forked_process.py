@@ -20,11 +20,12 @@ KNOWN_OPTIONS = {"stdin", "stdout", "stderr", "env", "cwd", "start_new_session",
 
 
 def module_and_words(command: object) -> tuple[str, list[str]] | None:
-    """The module of `python [-P] -m MODULE WORDS` and its words; None for any other command."""
+    """The module of `python [-P] [-u] -m MODULE WORDS` and its words; None for any other command."""
     if not isinstance(command, Sequence) or isinstance(command, str) or not command or command[0] != sys.executable:
         return None
     rest = [str(word) for word in command[1:]]
-    rest = rest[1:] if rest[:1] == ["-P"] else rest
+    while rest[:1] in (["-P"], ["-u"]):
+        del rest[0]
     return (rest[1], rest[2:]) if len(rest) > 1 and rest[0] == "-m" else None
 
 

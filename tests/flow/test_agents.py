@@ -87,8 +87,8 @@ async def run(record, base_url, api_key):
 def test_two_agents_whose_rewards_cancel_learn_what_each_is_paid_for(harness: RunHarness):
     (harness.path / "two.py").write_text(TWO)
     launched = harness.launch(
-        f"env.agent={harness.path}/two.py:run", "env.max_turns=2", "advantage.by=agent", "trainer.num_steps=50",
-        "policy.tiny.num_warm_start_steps=0", "policy.optimizer.lr=3e-3", "rollout.train.sampling.max_new_tokens=4",
+        f"env.agent={harness.path}/two.py:run", "env.max_turns=2", "advantage.by=agent", "trainer.num_steps=25",
+        "policy.tiny.num_warm_start_steps=0", "policy.optimizer.lr=1e-2", "rollout.train.sampling.max_new_tokens=4",
         "launch.num_actors=1", "eval.num_samples=0", "rollout.num_prompts_per_step=4",
     )
     assert harness.finish(launched, 240) == 0, harness.logs()

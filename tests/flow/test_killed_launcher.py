@@ -8,7 +8,7 @@ import pytest
 
 from tests.flow.processes import RunHarness, wait_until
 
-pytestmark = pytest.mark.fresh_processes
+FRESH = pytest.mark.fresh_processes
 MARK = "STREAMRL_TEST_OF"
 TASK = """
 import pathlib, sys, time
@@ -50,7 +50,9 @@ def test_nothing_is_left_of_a_run_whose_launcher_is_killed_while_its_task_loads(
     killed_and_gone(harness, launch.pid)
 
 
-@pytest.mark.parametrize("moment", ["learner", "ranks", "hub", "joined"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("learner", marks=FRESH), pytest.param("ranks", marks=FRESH), "hub", "joined"]
+)
 def test_nothing_is_left_of_a_run_whose_launcher_is_killed_at_a_moment_of_its_set_up(harness, monkeypatch, moment):
     """`learner` and `ranks`: as soon as there is a process, which still imports; `hub`: it listens, actors start."""
     monkeypatch.setenv(MARK, str(harness.path))

@@ -98,7 +98,6 @@ def test_a_killed_launcher_takes_its_children_with_it(harness: RunHarness):
     wait_until(lambda: not harness.leftovers(), 60, f"the end of {harness.leftovers()}")
 
 
-@FRESH
 def test_a_broken_task_fails_at_once_and_by_name(harness: RunHarness):
     broken = harness.path / "broken.py"
     broken.write_text(

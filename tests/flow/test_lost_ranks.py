@@ -5,11 +5,8 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.flow.processes import SLOW, RunHarness, _command_lines, wait_until
 
-pytestmark = pytest.mark.fresh_processes
 NUM_STEPS = 14
 
 

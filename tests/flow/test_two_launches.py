@@ -3,11 +3,7 @@
 import json
 import signal
 
-import pytest
-
 from tests.flow.processes import SLOW, RunHarness, wait_until
-
-pytestmark = pytest.mark.fresh_processes
 
 
 def test_a_refused_second_launch_does_not_take_the_run_over(harness: RunHarness):

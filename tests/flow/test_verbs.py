@@ -5,11 +5,7 @@ import signal
 import subprocess
 import sys
 
-import pytest
-
 from tests.flow.processes import SLOW, RunHarness, wait_until
-
-pytestmark = pytest.mark.fresh_processes
 
 
 def streamrl(harness: RunHarness, verb: str, *words: str) -> tuple[int, str]:

@@ -27,7 +27,7 @@ from tests.docs.extract import extract
 from tests.kit.each import each
 from tests.unit.learner import checkpoint_forms as forms
 from tests.unit.learner.checkpoint_forms import MADE_UP, READ, REFUSED, ROWS
-from tests.unit.learner.test_two_ranks import launch_script
+from tests.unit.learner.test_two_ranks import launch
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(200)
@@ -95,9 +95,9 @@ def test_what_they_would_read_otherwise_is_refused_by_each_in_one_sentence(made,
         refused(lambda: load_policy(folder, ranks=sharded))
 
 
-def test_two_ranks_read_and_refuse_the_same(made):
+def test_two_ranks_read_and_refuse_the_same(made, fork_server):
     work = next(iter(made.values())).parent
-    launch_script(2, Path(forms.__file__), work)
+    launch(2, forms, work)
     first, second = (json.loads((work / f"rank-{rank}.json").read_text()) for rank in (0, 1))
 
     for form in READ:

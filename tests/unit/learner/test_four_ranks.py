@@ -11,7 +11,7 @@ from learner.ranks.mesh import Mesh, Ranks
 from streamrl.errors import ConfigError
 from tests.kit.learning import tiny_checkpoint
 from tests.unit.learner import four_ranks, two_ranks
-from tests.unit.learner.test_two_ranks import HERE, assert_same, assert_same_weights, launch_script, result
+from tests.unit.learner.test_two_ranks import assert_same, assert_same_weights, launch, result
 
 LAYOUTS = {"copies": ("replicate=2", "shard=2"), "tensor": ("tensor=2", "shard=2"),
            "context": ("context=2", "shard=2"), "context and tensor": ("context=2", "tensor=2")}
@@ -47,12 +47,12 @@ def one(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def layout(one, request):
+def layout(one, request, fork_server):
     """Four ranks have trained each family into a directory of the name that is returned."""
     for family in FAMILIES:
         for name in FOLDERS:
             (one / family / request.param / name).mkdir(parents=True)
-    launch_script(4, HERE / "four_ranks.py", one, request.param, *LAYOUTS[request.param], timeout_s=400)
+    launch(4, four_ranks, one, request.param, *LAYOUTS[request.param], timeout_s=400)
     return request.param
 
 

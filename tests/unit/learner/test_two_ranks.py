@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,31 +13,37 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.ranks.mesh import Ranks
+from tests.flow.forked_process import ForkedPopen
+from tests.flow.processes import finished
 from tests.kit.learning import tiny_checkpoint
 from tests.unit.learner import two_ranks
 
 pytestmark = pytest.mark.timeout(300)  # two ranks train all that the tests read
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).parents[3]
+
+
+def torchrun(world: int, *words: Path | str) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--max-restarts=0"]
+    return [sys.executable, *launcher, *map(str, words)]
 
 
 def launch_script(world: int, script: Path, *arguments: Path | str, timeout_s: float = 250) -> str:
     """Run a script with that many ranks, with a deadline; what they printed."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--max-restarts=0"]
-    program = [sys.executable, *launcher, str(script), *map(str, arguments)]
-    paths = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
     environment = {
-        **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "MALLOC_MMAP_THRESHOLD_": str(1 << 18),  # freed memory goes back at once, for scripts that count it
     }
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    command = torchrun(world, script, *arguments)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
-def launch(world: int, *arguments: Path) -> None:
-    """Run `two_ranks.py` with that many ranks."""
-    launch_script(world, HERE / "two_ranks.py", *arguments)
+def launch(world: int, program: ModuleType, *arguments: Path | str, timeout_s: float = 250) -> None:
+    """Run a module with that many ranks, forked where a fork server runs."""
+    command = torchrun(world, "-m", program.__name__, *arguments)
+    done = finished(command, ROOT, ForkedPopen, deadline_s=timeout_s)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def result(folder: Path) -> tuple[dict[str, torch.Tensor], dict]:
@@ -63,7 +70,7 @@ def assert_same_weights(resumed: Path, uninterrupted: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
+def work(tmp_path_factory, fork_server):
     """One process has trained into one/, two ranks into two/. `test_four_ranks` has what all layouts share."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny_checkpoint(folder / "model", "qwen3", tied=True)
@@ -79,7 +86,7 @@ def work(tmp_path_factory):
     two_ranks.minibatches(folder, folder / "one" / "minibatches", Ranks())
     two_ranks.measured(folder, folder / "one" / "measured", Ranks())
     two_ranks.valued(folder, folder / "one" / "valued", Ranks())
-    launch(2, folder, folder / "two", folder / "one" / "run")
+    launch(2, two_ranks, folder, folder / "two", folder / "one" / "run")
     return folder
 
 
