@@ -13,7 +13,7 @@ from tests.flow.test_turns import check_run
 from tests.flow.turns import FOLDER, KILLS
 
 pytestmark = [
-    pytest.mark.flow, pytest.mark.fresh_processes, pytest.mark.vllm, pytest.mark.timeout(900),
+    pytest.mark.flow, pytest.mark.vllm, pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: run `make vllm`"),
 ]
 VLLM = ("actors.engine=vllm", "actors.device=cpu")
