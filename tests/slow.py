@@ -117,7 +117,7 @@ SLOW: dict[str, str | dict[str, str]] = {
     "unit/architectures/test_architectures.py": {
         "test_the_other_families_do_what_the_page_says_too": "one family of each kind is in `make test`",
     },
-    "unit/bench/test_agents.py": "240 trajectories of agents that die; flow/test_agents.py has agents, too",
+    "unit/bench/test_agents.py": "120 trajectories of agents that die; flow/test_agents.py has agents, too",
     "unit/bench/test_commands.py": "imports every benchmark",
     "unit/bench/test_gpu_dry_run.py": {
         "test_every_section_does_its_work_with_small_shapes_on_a_cpu": "every GPU benchmark",

@@ -9,7 +9,6 @@ for all; exit 1 if a run ended, could not be resumed or could not be read, 2 if 
 
 import argparse
 import json
-import os
 import random
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.flow.processes import ROOT, RunHarness, wait_until
+from tests.flow.processes import ROOT, RunHarness, finished, wait_until
 
 FULL_S = 6.0
 WORDS = (
@@ -111,11 +110,7 @@ class Round:
         }
 
     def command(self, *words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "streamrl.cli", *words], capture_output=True, text=True, timeout=600, cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.DEVNULL,
-        )
+        done = finished([sys.executable, "-m", "streamrl.cli", *words], ROOT, self.harness.popen, deadline_s=600)
         assert done.returncode == 0 and "Traceback" not in done.stderr, f"{words}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
@@ -127,11 +122,11 @@ def read_back(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def play(seed: int, folder: Path) -> dict[str, Any]:
-    """One run; raises AssertionError or NoMount."""
+def play(seed: int, folder: Path, popen: type[subprocess.Popen[bytes]] = subprocess.Popen) -> dict[str, Any]:
+    """One run, whose processes `popen` starts; raises AssertionError or NoMount."""
     folder.mkdir(parents=True, exist_ok=True)
     with small_disk(folder / "disk") as disk:
-        harness = RunHarness(folder)
+        harness = RunHarness(folder, popen)
         try:
             return Round(seed, harness, disk).play()
         finally:

@@ -28,3 +28,9 @@ def harness(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunHarne
     harness = RunHarness(tmp_path, ForkedPopen if forks else subprocess.Popen)
     yield harness
     harness.close()
+
+
+@pytest.fixture
+def forked_children(fork_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the code under test starts from this process are forked."""
+    monkeypatch.setattr(subprocess, "Popen", ForkedPopen)

@@ -11,10 +11,8 @@ import streamrl
 from streamrl.errors import ConfigError
 from tests.flow.processes import ROOT, RunHarness
 
-pytestmark = pytest.mark.fresh_processes
 
-
-def test_a_run_trained_by_a_call_is_read_back(harness: RunHarness, monkeypatch, capfd):
+def test_a_run_trained_by_a_call_is_read_back(harness: RunHarness, forked_children, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)
     words = [word for word in harness.words("trainer.num_steps=4", "eval.every_steps=2") if "experiment=" not in word]
 
@@ -37,6 +35,7 @@ def test_a_run_trained_by_a_call_is_read_back(harness: RunHarness, monkeypatch, 
         streamrl.train(experiment="quickstart", overrides=words)
 
 
+@pytest.mark.fresh_processes
 def test_a_script_from_standard_input_can_train(harness: RunHarness):
     words = harness.words("trainer.num_steps=1", "checkpoint.export_hf=false")
     script = f"""
@@ -46,7 +45,7 @@ def test_a_script_from_standard_input_can_train(harness: RunHarness):
     """
 
     done = subprocess.run(
-        [sys.executable, "-"], input=textwrap.dedent(script), cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-"], input=textwrap.dedent(script), cwd=ROOT, capture_output=True, text=True, timeout=300
     )
 
     assert "steps 1" in done.stdout, done.stderr + harness.logs()

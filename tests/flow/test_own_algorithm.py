@@ -20,9 +20,8 @@ def test_the_tables_of_the_page_are_the_inputs():
 
 
 @pytest.mark.flow
-@pytest.mark.fresh_processes
 @pytest.mark.timeout(300)
-def test_the_example_trains(harness: RunHarness, tmp_path, monkeypatch):
+def test_the_example_trains(harness: RunHarness, forked_children, tmp_path, monkeypatch):
     (file,) = [item for item in extract(PAGE, PAGE.name) if item.kind == "file"]
     (command,) = [item for item in extract(PAGE, PAGE.name) if item.kind == "shell"]
     (tmp_path / file.name).write_text(file.text)

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import subprocess
 import sys
 
 from tests.flow.processes import SLOW, RunHarness, wait_until
@@ -10,8 +9,7 @@ from tests.flow.processes import SLOW, RunHarness, wait_until
 
 def streamrl(harness: RunHarness, verb: str, *words: str) -> tuple[int, str]:
     """Exit status and output of a command for the run."""
-    command = [sys.executable, "-m", "streamrl.cli", verb, str(harness.run_dir), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = harness.command(verb, str(harness.run_dir), *words)
     return done.returncode, done.stdout + done.stderr
 
 

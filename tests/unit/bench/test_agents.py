@@ -9,8 +9,8 @@ from bench.agents import GROUPS, MEMBERS, measured
 def test_sessions_of_every_api_train_once_and_token_by_token_over_deaths_and_lost_answers(tmp_path):
     pytest.importorskip("openai")
     pytest.importorskip("anthropic")
-    found = measured(6, 1, tmp_path)
-    assert (found["lost"], found["twice"], found["trained"]) == (0, 0, 6 * GROUPS * MEMBERS)
+    found = measured(3, 1, tmp_path)
+    assert (found["lost"], found["twice"], found["trained"]) == (0, 0, 3 * GROUPS * MEMBERS)
     assert found["died"] > 0 and found["answers_lost"] > 0 and min(found["calls"].values()) > 0
     assert found["over_installs"] > 0 and found["mismatch"] < 1e-3
-    assert found["tokens_scored"] == found["tokens_sampled"] > 1000
+    assert found["tokens_scored"] == found["tokens_sampled"] > 500
