@@ -43,7 +43,8 @@ class ForkedPopen(subprocess.Popen):
         if program is None or program[0] not in self.programs or not options.keys() <= KNOWN_OPTIONS:
             super().__init__(args, **options)
             return
-        self.args, self.returncode = args, None
+        self.args, self.returncode, self.text_mode = args, None, options.get("text")
+        self._communication_started, self._input, self._sigint_wait_secs = False, None, 0.25  # for its `communicate`
         with ExitStack() as childs_ends:
             childs, ours = _streams(options, childs_ends)
             self.stdin, self.stdout, self.stderr = (_opened(end, number, options) for number, end in enumerate(ours))

@@ -49,6 +49,14 @@ def test_a_fork_is_like_a_new_process(forks_child, tmp_path, how, code):
     assert forked == new and new["read"] == "to read" and new["leads"] and new["words"] == [how, "a b"]
 
 
+def test_a_fork_is_run_to_its_end_with_its_output(forks_child, tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", ForkedPopen)
+    done = subprocess.run([*CHILD, "7"], input="to read", capture_output=True, text=True, timeout=60)
+    facts = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, facts["read"]) == (7, "its error output\n", "to read")
+    assert facts["parent"] != os.getpid()
+
+
 def test_a_forks_children_are_forked_too_and_it_can_be_signaled_and_waited_for(forks_child, tmp_path):
     log = tmp_path / "log"
     with log.open("wb") as output:

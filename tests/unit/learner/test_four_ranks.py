@@ -23,7 +23,7 @@ SIZES = dict(
 FOLDERS = ("run", "resumed", "own", "lora", "lora-resumed", "muon", "eight", "eight-resumed", "minibatches", "valued",
            "back")
 FAMILIES = four_ranks.FAMILIES
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def layout(one, request, fork_server):
     for family in FAMILIES:
         for name in FOLDERS:
             (one / family / request.param / name).mkdir(parents=True)
-    launch(4, four_ranks, one, request.param, *LAYOUTS[request.param], timeout_s=400)
+    launch(4, four_ranks, one, request.param, *LAYOUTS[request.param], timeout_s=550)
     return request.param
 
 
