@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.env_calls.inline import InlineCalls, Interrupted
+from envs.call_clock import of_this_call
 from streamrl.errors import EngineError, TaskError
 
 MAX_ABANDONED = 16
@@ -145,6 +146,7 @@ class EnvExecutor:
         try:
             async with asyncio.timeout(None) as timeout:
                 call.start(timeout)
+                of_this_call.set(call)
                 yield call
         except TimeoutError as error:
             if not timeout.expired():

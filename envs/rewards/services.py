@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from envs.call_clock import stopped
 from envs.data.chat_template import text_with_calls
 from envs.data.shapes import RecordShape, tool_schemas
 from envs.rewards.local_model import LocalModel, check_checkpoint
@@ -165,7 +166,8 @@ class LocalRewardModel(RewardModel):
         if not self._process.running or self._process.url != self._model.url:
             if self._restart is None or self._restart.done():  # one for all episodes that wait
                 self._restart = asyncio.ensure_future(asyncio.to_thread(self.set_up))
-            await asyncio.shield(self._restart)
+            with stopped():  # minutes for a large model, and its loader tells of a process that ended
+                await asyncio.shield(self._restart)
         return await super()._ready()
 
 

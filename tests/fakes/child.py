@@ -11,8 +11,8 @@ from pathlib import Path
 def facts() -> dict[str, object]:
     return {
         "name": __name__, "words": sys.argv[1:], "folder": os.getcwd(), "path": sys.path,
-        "environment": dict(os.environ), "shown": sorted(Path("/proc/self/environ").read_text().rstrip("\0").split("\0")),
-        "parent": os.getppid(),
+        "environment": dict(os.environ), "parent": os.getppid(),
+        "shown": sorted(Path("/proc/self/environ").read_text().rstrip("\0").split("\0")),
         "leads": os.getsid(0) == os.getpid(), "command": Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").decode(),
         "read": sys.stdin.read(), "wakes": signal.set_wakeup_fd(-1), "children": repr(signal.getsignal(signal.SIGCHLD)),
         "threads": len(os.listdir("/proc/self/task")),

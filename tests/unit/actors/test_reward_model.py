@@ -145,8 +145,8 @@ def test_an_actor_scores_with_a_process_that_is_replaced_when_it_dies_and_ends_w
     loading, loaded = [one.message for one in caplog.records if str(checkpoint) in one.message]
     assert "starting the reward model" in loading and "is loaded, after" in loaded
 
-    async def play() -> list[float]:
-        runner = make_runner(task, await installed_engine(says("well")), max_prompt_tokens=32)
+    async def play(**rules: float) -> list[float]:
+        runner = make_runner(task, await installed_engine(says("well")), max_prompt_tokens=32, **rules)
         group = await run_group(lease(members=3, prompt=json.dumps(RECORD).encode()), runner)
         assert all(one.scores["model"] == one.scores["reward_model"] for one in group.members), group.detail
         return [one.reward for one in group.members]
@@ -155,7 +155,8 @@ def test_an_actor_scores_with_a_process_that_is_replaced_when_it_dies_and_ends_w
     assert asyncio.run(play()) == pytest.approx([2 * by_hand(checkpoint, CHATS[0])] * 3, abs=1e-4)
     first.kill()
     first.wait(10)
-    assert asyncio.run(play()) == pytest.approx([2 * by_hand(checkpoint, CHATS[0])] * 3, abs=1e-4)
+    # Loading takes longer than a step may: no call hangs that waits for it.
+    assert asyncio.run(play(step_timeout_s=0.5)) == pytest.approx([2 * by_hand(checkpoint, CHATS[0])] * 3, abs=1e-4)
     (second,) = children()
     task.tear_down()
     assert not second.is_running() and not children()
