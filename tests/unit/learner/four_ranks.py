@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,11 @@ from tests.unit.learner import two_ranks
 FAMILIES = ("qwen3", "llama")
 MORE = ("mistral", "gemma3_text", "phi3", "olmo2")
 """Families with other masks, and whose plans for the tensor axis have other styles; one step of each."""
+
+
+def families(axes: Collection[str]) -> tuple[str, ...]:
+    """Those that go all the way in a layout: both without sharding by context or tensor, and with both of these."""
+    return FAMILIES[:1] if len({"context", "tensor"} & set(axes)) == 1 else FAMILIES
 
 
 @contextmanager
@@ -47,9 +52,9 @@ def publish(work: Path, folder: Path, ranks: Ranks) -> None:
         (folder / "digests").write_text("\n".join(found))
 
 
-def run(folder: Path, where: str, ranks: Ranks, *, resumes: str = "") -> None:
+def run(folder: Path, where: str, ranks: Ranks, *, axes: Collection[str] = (), resumes: str = "") -> None:
     """All of it into directories of each family; `resumes` names those with the checkpoints to go on from."""
-    for family in FAMILIES:
+    for family in families(axes):
         work, mine = folder / family, folder / family / where
         two_ranks.train(work, mine, ranks)
         publish(work, mine, ranks)
@@ -85,8 +90,8 @@ def main(folder: Path, where: str, axes: Mapping[str, int]) -> None:
     groups = [*ranks.device_mesh.get_all_groups(), *[ranks.context] * (ranks.mesh.context > 1)]
     waits = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
     assert waits == {60.0}, "collectives along an axis wait no longer than others"
-    run(folder, where, ranks, resumes="one")
-    if ranks.mesh.dp_size < 4:
+    run(folder, where, ranks, axes=axes, resumes="one")
+    if {"context", "tensor"} <= axes.keys():
         steps(folder, where, ranks)
     ranks.close()
 

@@ -23,6 +23,8 @@ SIZES = dict(
 FOLDERS = ("run", "resumed", "own", "lora", "lora-resumed", "muon", "eight", "eight-resumed", "minibatches", "valued",
            "back")
 FAMILIES = four_ranks.FAMILIES
+WHOLE = [(layout, family) for layout, axes in LAYOUTS.items()
+         for family in four_ranks.families([axis.partition("=")[0] for axis in axes])]
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -49,20 +51,21 @@ def one(tmp_path_factory):
 @pytest.fixture(scope="module", params=LAYOUTS)
 def layout(one, request, fork_server):
     """Four ranks have trained each family into a directory of the name that is returned."""
-    for family in FAMILIES:
-        for name in FOLDERS:
-            (one / family / request.param / name).mkdir(parents=True)
-    launch(4, four_ranks, one, request.param, *LAYOUTS[request.param], timeout_s=550)
+    if not (one / FAMILIES[0] / request.param).exists():  # tests of some families may come later
+        for family in FAMILIES:
+            for name in FOLDERS:
+                (one / family / request.param / name).mkdir(parents=True)
+        launch(4, four_ranks, one, request.param, *LAYOUTS[request.param], timeout_s=550)
     return request.param
 
 
 @pytest.mark.shows("learner.mesh.replicate", "learner.mesh.shard", "learner.mesh.tensor", "learner.mesh.context")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("layout", "family"), WHOLE, indirect=["layout"])
 def test_loss_gradients_statistics_and_weights_are_those_of_one_process(one, layout, family):
     assert_same(one / family / "one", one / family / layout)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("layout", "family"), WHOLE, indirect=["layout"])
 def test_an_adapter_is_trained_as_one_process_does(one, layout, family):
     assert_same(one / family / "one" / "lora", one / family / layout / "lora")
 
@@ -72,7 +75,7 @@ def test_steps_of_a_batch_a_critic_and_an_optimizer_of_matrices_are_those_of_one
     assert_same(one / FAMILIES[0] / "one" / name, one / FAMILIES[0] / layout / name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("layout", "family"), WHOLE, indirect=["layout"])
 def test_the_checkpoints_of_either_resume_on_the_other(one, layout, family):
     assert_same_weights(one / family / layout / "resumed", one / family / "one")
     assert_same_weights(one / family / layout / "own", one / family / layout)
@@ -93,7 +96,7 @@ def test_moments_in_eight_bits_are_kept_and_resumed_in_any_layout(one, layout):
     assert sum(part.dtype == torch.uint8 for file in files for part in file.values()) > 10, "second moments in bytes"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("layout", "family"), WHOLE, indirect=["layout"])
 def test_whole_tensors_are_published_and_exported(one, layout, family):
     mine, theirs = one / family / layout, one / family / "one"
     assert (mine / "digests").read_text() == (theirs / "digests").read_text()
@@ -101,7 +104,7 @@ def test_whole_tensors_are_published_and_exported(one, layout, family):
     assert all(torch.equal(tensor, trained[f"weights/model.{name}"]) for name, tensor in exported.items())
 
 
-@pytest.mark.parametrize("layout", ["tensor", "context", "context and tensor"], indirect=True)
+@pytest.mark.parametrize("layout", ["context and tensor"], indirect=True)
 @pytest.mark.parametrize("family", four_ranks.MORE)
 def test_other_masks_and_styles_of_a_plan_do_the_same(one, layout, family):
     for name in ("", "lora"):
