@@ -116,7 +116,8 @@ def test_a_reward_that_fails_on_some_answers_costs_these_members_and_nothing_els
         def reply(prompt, seed, version):
             return says("bad" if seed == 1 else "fine")(prompt, seed, version)
 
-        runner = make_runner(task, await installed_engine(reply), step_timeout_s=0.3 if "step_timeout_s" in said else 30.0)
+        limit_s = 0.3 if "step_timeout_s" in said else 30.0
+        runner = make_runner(task, await installed_engine(reply), step_timeout_s=limit_s)
         granted = lease(members=3, seeds=(0, 1, 2), prompt=json.dumps(GOOD).encode())
         group = sendable(await run_group(granted, runner), granted, LIMITS)
 
