@@ -150,6 +150,9 @@ def become(request: dict[str, Any]) -> None:
     for number, stream in enumerate(request["streams"]):
         os.dup2(stream, number)
         os.close(stream)
+    # Ours know that they wrote to a file, and would look for its end in a pipe.
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)
     os.chdir(request["folder"])
     had = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
