@@ -16,8 +16,6 @@ SHORT = (
     '"rollout.num_responses_per_prompt=4", "policy.tiny.num_warm_start_steps=20", "policy.tiny.cache_dir={cache}"]'
 )
 
-FEW = "launch__num_actors=1, policy__tiny__num_warm_start_steps=100"
-
 
 def texts(notebook: nbformat.NotebookNode) -> str:
     """Everything that its cells printed or returned as text."""
@@ -58,7 +56,7 @@ def test_ten_lines_with_a_function_and_a_list_train(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(TEN_LINES, as_version=4)
     for cell in notebook.cells:
-        cell.source = cell.source.replace("num_steps=150", "num_steps=24, eval__every_steps=8, " + FEW)
+        cell.source = cell.source.replace("num_steps=150", "num_steps=24, eval__every_steps=8, launch__num_actors=1")
         cell.source = cell.source.replace("num_steps=200", "num_steps=26")
     check = "assert run.eval_score_best > run.eval_score_first, run.evaluations\nassert run.steps == 26, run"
     notebook.cells.append(nbformat.v4.new_code_cell(check))
