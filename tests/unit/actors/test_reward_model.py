@@ -156,7 +156,7 @@ def test_an_actor_scores_with_a_process_that_is_replaced_when_it_dies_and_ends_w
     first.kill()
     first.wait(10)
     # Loading takes longer than a step may: no call hangs that waits for it.
-    assert asyncio.run(play(step_timeout_s=0.5)) == pytest.approx([2 * by_hand(checkpoint, CHATS[0])] * 3, abs=1e-4)
+    assert asyncio.run(play(step_timeout_s=3.0)) == pytest.approx([2 * by_hand(checkpoint, CHATS[0])] * 3, abs=1e-4)
     (second,) = children()
     task.tear_down()
     assert not second.is_running() and not children()
