@@ -123,7 +123,7 @@ def read_back(path: Path) -> list[dict[str, Any]]:
 
 
 def play(seed: int, folder: Path, popen: type[subprocess.Popen[bytes]] = subprocess.Popen) -> dict[str, Any]:
-    """One run, whose processes `popen` starts; raises AssertionError or NoMount."""
+    """Play one run, whose processes `popen` starts; raises AssertionError or NoMount."""
     folder.mkdir(parents=True, exist_ok=True)
     with small_disk(folder / "disk") as disk:
         harness = RunHarness(folder, popen)

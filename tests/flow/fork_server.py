@@ -36,7 +36,7 @@ PROGRAMS = (
     "tests.unit.learner.two_ranks", "tests.unit.learner.four_ranks", "tests.unit.learner.checkpoint_forms",
 )
 BECOME = ("streamrl.cli", "learner.replay", "learner.replay.at", "learner.replay.what_if")
-"""Those that become another program before they have done anything."""
+"""Programs that become another one before they have done anything."""
 TORCHRUN_STARTS_BY = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 PADDING = "." * (1 << 16)
 """An argument and a variable of the server: the room for the command lines and environments of its children."""
@@ -84,7 +84,7 @@ def import_programs() -> None:
 
 
 def main_module(program: str) -> str:
-    """What `python -m PROGRAM` runs."""
+    """Name the module that `python -m PROGRAM` runs."""
     is_package = importlib.util.find_spec(program).submodule_search_locations is not None
     return f"{program}.__main__" if is_package else program
 

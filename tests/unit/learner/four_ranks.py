@@ -23,7 +23,7 @@ MORE = ("mistral", "gemma3_text", "phi3", "olmo2")
 
 
 def families(axes: Collection[str]) -> tuple[str, ...]:
-    """Those that go all the way in a layout: both without sharding by context or tensor, and with both of these."""
+    """Name the families that go all the way in a layout: the first alone where it has context or tensor only."""
     return FAMILIES[:1] if len({"context", "tensor"} & set(axes)) == 1 else FAMILIES
 
 
