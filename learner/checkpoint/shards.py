@@ -86,6 +86,7 @@ def training_tensors(
 
     Weights under an adapter are those of the model that the run started from, and not saved again.
     """
+    reshard(policy)  # a copy that a pass without a backward one gathered has no moments, and is rounded
     for name, parameter in _trained(policy):
         yield f"model/{name}", parameter.detach()
         for state, value in sorted(optimizer.state.get(parameter, {}).items()):
@@ -247,6 +248,7 @@ def read_training_tensors(
     Moments of another optimizer are left out, with a warning. Raises CheckpointError: a tensor is missing, of another
     shape, or of a weight that is not trained here.
     """
+    reshard(module)
     keys = [key.removeprefix(prefix) for key in reader.keys(f"{prefix}optim/")]
     buffers, untrained, there = list(saved_buffers(module)), _untrained(module), reader.keys(f"{prefix}model/")
     asked = {f"{prefix}model/{name}" for name, _ in (*buffers, *untrained, *_trained(module))}

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from learner.checkpoint.shards import reshard
 from learner.data.layout import make_layout
 from learner.model.policy import Policy
 from streamrl.messages import Probe
@@ -75,4 +76,5 @@ class Prober:
             positions[self._start - 1 :],  # the hidden state before a token predicts it
             targets, torch.ones(len(targets), device=self._device),
         )
+        reshard(self._policy)  # no backward pass will free the gathered root
         return logprobs

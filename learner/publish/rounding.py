@@ -40,7 +40,6 @@ def with_wire_precision(module: nn.Module, *, compute_dtype: torch.dtype, wire_d
 @contextmanager
 def swapped_weights(module: nn.Module, fill: Callable[[list[Tensor]], None]) -> Iterator[None]:
     """Temporarily give this rank's trained shards the values that `fill` writes; restores them bit for bit."""
-    reshard(module)
     with torch.no_grad():
         shards = trained_shards(module)
         exact = [shard.clone() for shard in shards]
@@ -56,6 +55,7 @@ def swapped_weights(module: nn.Module, fill: Callable[[list[Tensor]], None]) -> 
 
 def trained_shards(module: nn.Module) -> list[Tensor]:
     """This rank's part of every parameter that is trained."""
+    reshard(module)
     return [local_part(parameter.detach()) for parameter in module.parameters() if parameter.requires_grad]
 
 

@@ -20,6 +20,7 @@ from actors.weights.probe import first_difference
 from envs.json_service import listening
 from learner.checkpoint.checkpoint import find_checkpoint, save_checkpoint
 from learner.checkpoint.model_files import empty_model
+from learner.checkpoint.shards import training_tensors
 from learner.data.packing import empty_micro_batch, pack
 from learner.model.adapter.lora import add_adapter
 from learner.model.networks import FrozenPolicy, load_reference
@@ -28,7 +29,9 @@ from learner.model.policy import load_policy, policy_tensors
 from learner.model.teacher import RemoteTeacher
 from learner.model.tiny import make_tiny_model
 from learner.publish.export import export_model
+from learner.publish.probe import Prober
 from learner.publish.publisher import Publisher
+from learner.publish.rounding import trained_shards
 from learner.ranks.mesh import Ranks, local_part
 from learner.setup.preflight import check_models
 from streamrl.architectures.miniature import build_miniature
@@ -140,6 +143,36 @@ def test_a_copy_that_has_moved_comes_back_from_a_checkpoint(tmp_path, pair, chec
     start = fresh.score(MICRO)
     assert fresh.restore(find_checkpoint(tmp_path / "with", ranks).shards()) is True
     assert torch.equal(fresh.score(MICRO), moved) and not torch.allclose(start, moved, atol=1e-3)
+
+
+def test_passes_without_a_backward_one_change_nothing_that_is_saved_audited_or_restored(tmp_path, checkpoints, how):
+    policy = load_policy(checkpoints["qwen3-tied"], **how)
+    optimizer = make_optimizer(policy, OptimizerConfig())
+    score(policy).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    prober = Prober(policy, MICRO.tokens[:20].tolist(), every=1, tolerance=None, device="cpu")
+    passes = {"score": torch.no_grad()(lambda: score(policy)), "probe": lambda: prober.probe_if_due(1)}
+
+    def held(look) -> list[dict]:
+        found = []
+        for read in (lambda: training_tensors(policy, optimizer), lambda: enumerate(trained_shards(policy))):
+            look()
+            found.append({key: (type(one), local_part(one).clone()) for key, one in read()})
+        return found
+
+    before = held(lambda: None)
+    assert sum(key.startswith("optim/") for key in before[0]) == 3 * len(before[1])
+    for name, look in passes.items():
+        for mine, theirs in zip(held(look), before, strict=True):
+            assert mine.keys() == theirs.keys(), (name, theirs.keys() - mine.keys())
+            assert all(kind is theirs[key][0] and torch.equal(one, theirs[key][1]) for key, (kind, one) in mine.items())
+    ranks = how["ranks"]
+    save_checkpoint(tmp_path, 1, policy, optimizer, ranks, extra={}, blobs={}, num_keep=1)
+    disturb(policy)
+    passes["score"]()
+    find_checkpoint(tmp_path, ranks).restore(policy, optimizer, ranks)
+    assert all(torch.equal(part, before[1][place][1]) for place, part in enumerate(trained_shards(policy)))
 
 
 @pytest.mark.shows("reference.offload")
