@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from actors.render import load_end_ids, load_tokenizer
 from actors.settings import episode_rules, make_renderer
 from actors.trajectory.rules import PromptTooLongError
 from envs.registry import task_of
+from envs.rewards.services import MODEL_PART
 from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, exit_at_once, parsed, parser_of, say, status_of
 from streamrl.config.load import load_run_config
 from streamrl.environment import HasSetUp, Task
@@ -36,6 +38,9 @@ from streamrl.parent_watch import take_stdout
 from streamrl.run_dirs import find_run_dir
 from streamrl.stream.history import MAX_FRAME_BYTES, History
 from streamrl.stream.records import GroupArrived
+
+ROUNDING, DEVICE = 1e-4, 0.3
+"""How far scores of a reward model differ, of their size: by the rest of a batch, by bfloat16 and float32."""
 
 
 class RecordedEngine:
@@ -128,16 +133,20 @@ class RewardCheck:
                 name = f"group {group.group_id} member {member.index} {whose}"
                 if isinstance(found, str):
                     checked.unchecked.append(f"{name}: {found}")
-                elif found != member.reward:
-                    checked.differing.append(f"{name}: reward {member.reward:.6g} then, {found:.6g} now")
+                    continue
+                apart, now = _apart(member, found), f"reward {member.reward:.6g} then, {found.reward:.6g} now"
+                if apart > DEVICE:
+                    checked.differing.append(f"{name}: {now}")
+                elif apart > ROUNDING:
+                    checked.unchecked.append(f"{name}: {now}, by a reward model, which rounds by device and precision")
                 else:
                     checked.num_equal += 1
         return checked
 
     async def _play(
         self, member: Member, prompt_ids: bytes, record: str, sampling: Sampling, together: GroupStep
-    ) -> float | str:
-        """The reward of now, or why there is none."""
+    ) -> Member | str:
+        """The member with the reward of now, or why there is none."""
         if "env_error" in member.scores:
             together.leave(member.index)
             return "its environment had failed, the reward is env.reward_floor"
@@ -153,7 +162,13 @@ class RewardCheck:
             return f"its environment fails: {runner.last_env_error or played.finish}"
         if len(played.turns) != len(member.turns):
             return f"it ends after {len(played.turns)} turns, {len(member.turns)} were recorded"
-        return played.reward
+        return played
+
+
+def _apart(then: Member, now: Member) -> float:
+    """How far two rewards are from each other, in their own size; infinitely where a task is exact and they differ."""
+    apart = abs(now.reward - then.reward) / max(1.0, abs(then.reward))
+    return apart if MODEL_PART in now.scores or apart == 0 else math.inf
 
 
 async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: int | None, *, as_json: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # see streamrl.architectures.attent
 Conversation = Sequence[Mapping[str, Any]]
 MAX_BATCH = 32
 """Conversations of one forward pass."""
+MAX_KNOWN = 1 << 16
+"""Scores that are remembered."""
 
 
 class RewardScorer:
@@ -69,15 +72,28 @@ class RewardScorer:
         self._tokenizer.pad_token = self._tokenizer.convert_ids_to_tokens(text.pad_token_id)
         positions = getattr(text, "max_position_embeddings", None) or 1 << 20
         self._max_tokens = min(int(self._tokenizer.model_max_length), positions)
+        self._known: dict[bytes, float] = {}
 
     @torch.inference_mode()
     def score(self, conversations: Sequence[Conversation], tools: Sequence[Tools] = ()) -> list[float]:
         """A score for each conversation; longer ones than the model reads lose their beginning.
 
+        Bits depend on the rest of a pass: equal texts are scored once, or groups of equal answers would spread.
+
         Args:
             tools: of each conversation, for the chat template; nothing where none has any.
         """
         texts = [self._text(*one) for one in zip(conversations, tools or [()] * len(conversations), strict=True)]
+        keys = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
+        new = {key: text for key, text in zip(keys, texts, strict=True) if key not in self._known}
+        found = dict(zip(new, self._scores(list(new.values())), strict=True)) if new else {}
+        scores = [found[key] if key in found else self._known[key] for key in keys]
+        self._known |= found
+        while len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        return scores
+
+    def _scores(self, texts: list[str]) -> list[float]:
         batch = self._tokenizer(
             texts, return_tensors="pt", padding=True, truncation=True, max_length=self._max_tokens,
             add_special_tokens=not self._tokenizer.chat_template,

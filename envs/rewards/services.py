@@ -24,6 +24,8 @@ from streamrl.config.schema import RewardConfig, ServiceConfig
 from streamrl.environment import SYSTEM_ROLES, ChatMessage, Record, Step
 from streamrl.errors import ConfigError, TaskError
 
+MODEL_PART = "reward_model"
+"""The part of a reward that a reward model gave."""
 MAX_TRIES = 3
 FIRST_PAUSE_S = 0.5
 _AGAIN = {408, 409, 429, 500, 502, 503, 504}
@@ -134,7 +136,7 @@ class RewardModel:
         if tools := tool_schemas(record):
             question["tools"] = tools
         score = first_number(await service.post(question))
-        return Step(reward=score, parts={"reward_model": score})
+        return Step(reward=score, parts={MODEL_PART: score})
 
     async def _ready(self) -> HttpService:
         assert self._service is not None

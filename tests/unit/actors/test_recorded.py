@@ -5,7 +5,8 @@ import json
 import pytest
 
 from actors.recorded import Checked, RewardCheck
-from streamrl.environment import SingleTurnTask
+from envs.rewards.services import MODEL_PART
+from streamrl.environment import SingleTurnTask, Step
 from streamrl.messages import Group
 from streamrl.messages.codec import encode
 from streamrl.stream.records import GroupArrived
@@ -53,6 +54,31 @@ def test_each_answer_is_equal_or_named(prompt, paid, outcome):
         assert "member 2 of a, prompt 0: reward 0 then, 1 now" in found.differing[0]
     if found.unchecked:
         assert "the input of turn 1 is another than was recorded" in found.unchecked[0]
+
+
+class Measured(Letters):
+    """A reward that is measured, and comes out a little different each time."""
+
+    apart, part = 0.0, MODEL_PART
+
+    def reward(self, record, completion):
+        score = 4.0 + self.apart
+        return Step(reward=score, parts={self.part: score})
+
+
+@pytest.mark.parametrize(("part", "apart", "outcome"), [
+    (MODEL_PART, 0.0, (3, 0, 0)), (MODEL_PART, -6e-6, (3, 0, 0)), (MODEL_PART, 3e-4, (3, 0, 0)),
+    (MODEL_PART, 0.01, (0, 0, 3)), (MODEL_PART, -0.9, (0, 0, 3)), (MODEL_PART, 2.0, (0, 3, 0)),
+    ("my_own", 6e-6, (0, 3, 0)), ("my_own", 0.0, (3, 0, 0)),
+])
+def test_scores_of_a_reward_model_are_compared_within_rounding_and_all_others_exactly(part, apart, outcome):
+    task = Measured()
+    task.num_train, task.part = 1, part
+    group = recorded(task)
+    task.apart = apart
+    found = check(task, group)
+    assert (found.num_equal, len(found.differing), len(found.unchecked)) == outcome
+    assert all("by a reward model" in line for line in found.unchecked)
 
 
 def recorded(task) -> Group:

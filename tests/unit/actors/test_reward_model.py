@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import random
 import shutil
+from collections import defaultdict
 
 import psutil
 import pytest
@@ -68,6 +70,24 @@ def test_a_batch_gets_the_scores_of_its_members_and_long_ones_keep_their_end(che
     assert scorer.score([*CHATS, long]) == pytest.approx(expected, abs=1e-5)
     assert BatchingScorer(scorer).ask(CHATS[1]).result(60) == pytest.approx(expected[1], abs=1e-5)
     assert len(set(expected)) == 4
+
+
+def test_equal_conversations_have_equal_scores_in_whatever_batches_they_come(checkpoint):
+    """Rounding depends on the rest of a pass; divided by its own spread it would train equal answers apart."""
+    draw, scorer, seen = random.Random(4), RewardScorer(checkpoint, "cpu"), defaultdict(set)
+    for _ in range(60):
+        said = ["".join(draw.choices("aehlosuwy ", k=draw.choice([1, 2, 30]))) for _ in range(4)]
+        chats = [[CHATS[0][0], {"role": "assistant", "content": one}] for one in (*said, "well", "so")]
+        for chat, score in zip(chats, scorer.score(chats), strict=True):
+            seen[chat[1]["content"]].add(score)
+    assert len(seen) > 100 and all(len(scores) == 1 for scores in seen.values())
+    assert max(seen["well"]) == pytest.approx(by_hand(checkpoint, CHATS[0]), abs=1e-5)
+
+
+def test_the_scores_that_are_remembered_are_bounded(checkpoint, monkeypatch):
+    monkeypatch.setattr("actors.reward_model.scorer.MAX_KNOWN", 2)
+    scorer = RewardScorer(checkpoint, "cpu")
+    assert len({*map(tuple, (scorer.score([*CHATS, CHATS[0]]) for _ in range(2)))}) == 1 and len(scorer._known) == 2
 
 
 def test_a_batch_is_padded_with_the_token_that_the_part_for_texts_knows(checkpoint, tmp_path):
