@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,9 +30,11 @@ from envs.data.chat_template import (
     template_text,
     writes_calls,
 )
-from envs.thoughts import TAIL, heard
+from envs.family_forms import family_of
+from envs.thoughts import OPENED, TAIL, heard, reopened
 from envs.tools.parsing import parse_written
 from envs.tools.taught import UNREAD, unread_call
+from envs.tools.turns import split_turns
 from streamrl.environment import SYSTEM_ROLES, ChatMessage, InputText
 from streamrl.errors import TaskError
 from streamrl.messages import Member
@@ -85,7 +88,7 @@ class Renderer:
         self.chat = bool(self.template)
         self.writes_calls = writes_calls(self.template)
         self._end_ids = frozenset(end_ids) | end_of_sequence_ids(tokenizer)
-        self._decode, self._encode = _decoder(tokenizer), _encoder(tokenizer)
+        self._family, self._encode = family_of(tokenizer, _decoder(tokenizer)), _encoder(tokenizer)
         self._system_prompt = system_prompt
         self._tool_prompt, self._told = tool_prompt, False
 
@@ -189,8 +192,14 @@ class Renderer:
         """
         if not self.chat:
             return "\n".join(map(plain_text, messages))
-        opening = [ChatMessage("user", "?"), ChatMessage("assistant", _ANSWER)]
-        _, found, after = self._template([*opening, *messages]).partition(_ANSWER)
+        try:
+            whole = self._template([ChatMessage("user", "?"), ChatMessage("assistant", _ANSWER), *messages])
+        except TaskError:
+            calls = [_call_of(one) for one in messages if one.role == "tool"]
+            if not calls:
+                raise
+            return self._after_calls(calls, messages)
+        _, found, after = whole.partition(_ANSWER)
         if not found:
             raise TaskError(
                 "this chat template does not repeat the model's answer as it was: set env.history=auto, so that a "
@@ -198,10 +207,35 @@ class Renderer:
             )
         return after
 
+    def _after_calls(self, calls: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage]) -> str:
+        """The text after a turn of the model, in a template that writes results only after calls."""
+        opening = [ChatMessage("user", "?"), ChatMessage("assistant", "", {"tool_calls": list(calls)})]
+        own = {} if self._given_template is None else {"chat_template": self._given_template}
+        before = rendered(self.tokenizer, template_forms(opening, self.template), **own)
+        whole = self._template([*opening, *messages])
+        shared = os.path.commonprefix([before, whole]).rstrip()
+        while shared.endswith(self._ends):  # the model's turn may lack its end
+            shared = shared[: -max(len(end) for end in self._ends if shared.endswith(end))].rstrip()
+        return whole[len(shared) :]
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.whole_text([one]) for one in self._end_ids)))
+
     def text(self, token_ids: Sequence[int]) -> str:
-        """Decode these tokens without special ones and without the end of the turn, spaces as they are."""
+        """Decode a turn as `seen`, with thoughts and calls in the forms that rewards and tools read."""
+        return self._family.text(self._unended(token_ids))
+
+    def seen(self, token_ids: Sequence[int]) -> str:
+        """Decode a turn without its end, spaces as they are.
+
+        Special tokens are left out, apart from those that mark thoughts and calls.
+        """
+        return self._family.seen(self._unended(token_ids))
+
+    def _unended(self, token_ids: Sequence[int]) -> list[int]:
         ended = len(token_ids) > 0 and int(token_ids[-1]) in self._end_ids
-        return self._decode(list(token_ids[:-1] if ended else token_ids))
+        return list(token_ids[:-1] if ended else token_ids)
 
     def whole_text(self, token_ids: Sequence[int]) -> str:
         """Decode these tokens, special ones included."""
@@ -213,7 +247,35 @@ class Renderer:
         return heard(self.text(ids), self.whole_text(read[-TAIL:]))
 
     def _template(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> str:
-        """A conversation that ends with words of the assistant is one for the model to continue."""
+        """A conversation that ends with words of the assistant is one for the model to continue.
+
+        Thoughts and calls in its words become fields where the model has tokens of its own for these, or where the
+        template refuses the conversation otherwise, as some do with the result of a call that is not one of its fields.
+        """
+        if self._opens_thoughts or self._family.brackets:
+            messages = [
+                replace(one, content=self._family.repeated(reopened(one.content))) if one.role == "assistant" else one
+                for one in messages
+            ]
+        if self._family.rewrites and not self._family.brackets:
+            return self._written(split_turns(messages, tools), tools)
+        try:
+            return self._written(messages, tools)
+        except TaskError:
+            parts = split_turns(messages, tools)
+            if parts == list(messages):
+                raise
+            return self._written(parts, tools)
+
+    @cached_property
+    def _opens_thoughts(self) -> bool:
+        """Whether the model is asked with a thought already open: its turn then begins inside."""
+        try:
+            return self._written([ChatMessage("user", "?")], ()).rstrip().endswith(OPENED)
+        except Exception:  # a template raises what it likes
+            return False
+
+    def _written(self, messages: Sequence[ChatMessage], tools: Tools) -> str:
         begun = bool(messages) and messages[-1].role == "assistant"
         own = {} if self._given_template is None else {"chat_template": self._given_template}
         forms = template_forms(messages, self.template)
@@ -319,6 +381,12 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
         # What it ends in; the way there takes several times as long.
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
     return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _call_of(result: ChatMessage) -> dict[str, Any]:
+    """A call that this may be the result of."""
+    function = {"name": result.fields.get("name") or "unknown", "arguments": {}}
+    return {"id": result.fields.get("tool_call_id"), "type": "function", "function": function}
 
 
 def _with_system_text(messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:

@@ -6,6 +6,7 @@ holds no opening; an actor marks it as `streamrl.environment.Continued`, and the
 
 from __future__ import annotations
 
+from envs import family_forms
 from streamrl.environment import Continued
 
 OPENED, CLOSED = "<think>", "</think>"
@@ -15,13 +16,19 @@ TAIL = 16
 
 def heard(text: str, read: str) -> str:
     """The model's text after it read `read`; marked if that left a thought open."""
-    return Continued(text) if read.rstrip().endswith(OPENED) else text
+    return Continued(text) if read.rstrip().endswith(family_forms.OPENED) else text
 
 
 def whole(completion: str) -> str:
     """The text with the opening of its first thought."""
     given = isinstance(completion, Continued) and not completion.lstrip().startswith(OPENED)
     return OPENED + completion if given else str(completion)
+
+
+def reopened(text: str) -> str:
+    """The text, with an opening of the thought that it closes and the prompt had opened."""
+    before, closed, _ = text.partition(CLOSED)
+    return f"{OPENED}\n{text}" if closed and OPENED not in before else text
 
 
 def spoken(completion: str) -> str:

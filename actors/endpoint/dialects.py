@@ -18,7 +18,8 @@ from msgspec import Struct
 
 from actors.endpoint.fields import ChatFields, MessagesFields, ResponsesFields, TokensFields
 from actors.endpoint.sessions import Session
-from actors.trajectory.chat_form import ChatCompletion, before_calls
+from actors.trajectory.chat_form import ChatCompletion
+from envs.tools.turns import before_calls
 from streamrl.errors import TaskError
 
 Body = Mapping[str, Any]

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from envs.data.chat_template import call_text, is_whole_call
-from envs.thoughts import TAIL, heard, spoken, spoken_from
-from envs.tools.parsing import STARTS, parse_written
+from envs.thoughts import TAIL, heard, spoken
 from envs.tools.parsing import ToolCall as ParsedCall
+from envs.tools.parsing import parse_written
+from envs.tools.turns import before_calls
 from streamrl.environment import ROLES, ChatMessage, Generated
 from streamrl.errors import RequestError, TaskError
 
@@ -213,13 +214,6 @@ def _canonical(calls: Iterable[tuple[str, str]]) -> str:
         except (ValueError, RecursionError):
             written.append([name, arguments])
     return json.dumps(written, sort_keys=True)
-
-
-def before_calls(text: str) -> str:
-    """The text that the model wrote before its first call of a tool."""
-    start = spoken_from(text)
-    marks = (text.find(mark, start) for mark in STARTS)
-    return text[: min((place for place in marks if place >= 0), default=start)]
 
 
 def as_messages(

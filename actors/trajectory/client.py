@@ -84,7 +84,7 @@ class Texts:
         known = self._texts.setdefault(sequence, _Text(""))
         if not text.startswith(known.whole):  # other white space: places of earlier turns are not those in this text
             known.ends = [-1] * len(known.ends)
-        known.whole = text + self._renderer.text(token_ids)
+        known.whole = text + self._renderer.seen(token_ids)
         known.ends.append(len(known.whole))
 
 

@@ -62,7 +62,7 @@ class Conversation:
         """A turn of the model; returns its text, which says so if it continues a thought."""
         self._said = self._renderer.text(token_ids)
         heard_text = heard(self._said, self._after or self._before)
-        self._after += self._said
+        self._after += self._renderer.seen(token_ids)
         self.ids = [*self.ids, *token_ids]
         self._last_token = token_ids[-1] if token_ids else -1
         return heard_text

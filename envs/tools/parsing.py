@@ -3,6 +3,7 @@
     tags     <tool_call>{"name": "calculator", "arguments": {"expression": "3+4"}}</tool_call>     Hermes, Qwen
              <tool_call><function=calculator><parameter=expression>3+4</parameter></function></tool_call>   Qwen3-Coder
              <tool_call>calculator<arg_key>expression</arg_key><arg_value>3+4</arg_value></tool_call>       GLM
+             <invoke name="calculator"><parameter name="expression">3+4</parameter></invoke>   MiniMax, DeepSeek 3.2
     marks    <|tool_call_begin|>functions.calculator:0<|tool_call_argument_begin|>{"expression": "3+4"}     Kimi
              the same with the marks of DeepSeek, or [TOOL_CALLS]calculator[ARGS]{"expression": "3+4"}      Mistral
     json     {"name": "calculator", "parameters": {"expression": "3+4"}}, also after a mark of a family     Llama 3
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.data.shapes import json_or_text
+from envs.family_forms import rewritten
 from envs.tools.tool import Tool, required, schema
 
 _TAG, _TAG_ENDS = "<tool_call>", "</tool_call>"
@@ -34,15 +36,24 @@ _MARKED = re.compile(  # before the arguments
     r"(?:<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?|<\|tool_call_begin\|>(?:functions\.)?|\[TOOL_CALLS\])"
     r"([\w.-]+)(?::\d+)?(?:<｜tool▁sep｜>|<\|tool_call_argument_begin\|>|(?:\[CALL_ID\]\w+)?\[ARGS\]|\n```json\n)\s*"
 )
-_LISTED = re.compile(r"<\|python_tag\|>|\[TOOL_CALLS\]|<\|tool_call\|>|<tool_calls>|<\|START_ACTION\|>")
+_LISTED = re.compile(
+    r"<\|python_tag\|>|\[TOOL_CALLS\]|<\|tool_call\|>|<tool_calls>|<\|START_ACTION\|>|<\|?function_call\|?>|functools(?=\[)|"
+    r"<\|action_start\|>\s*<\|plugin\|>"
+)
 _PYTHON = re.compile(r"\[?\s*[A-Za-z_][\w.]*\(")
 _PYTHON_MARKS = {"<|python_start|>": "<|python_end|>", "<function_calls>": "</function_calls>",
                  "<|tool_call_start|>": "<|tool_call_end|>"}
 STARTS = (
     _TAG, "<function=", "<｜tool▁call", "<|tool_call", "[TOOL_CALLS]", "<tool_calls>", "<|START_ACTION|>",
-    "<|python_", "<function_calls>",
+    "<|python_", "<function_calls>", "<minimax:tool_call>", "<｜DSML｜", "<invoke name=",
 )
 """The marks with which calls begin, in any of these forms."""
+_INVOKED = {  # tags with names in quotes, each in a namespace of its family or none
+    re.compile(r'<(?:[^\s<>/]*[:｜])?invoke name="([^"<>]+)">'): r"<function=\1>",
+    re.compile(r'<(?:[^\s<>/]*[:｜])?parameter name="([^"<>]+)"[^<>]*>'): r"<parameter=\1>",
+    re.compile(r"</(?:[^\s<>/]*[:｜])?invoke>"): "</function>",
+    re.compile(r"</(?:[^\s<>/]*[:｜])?parameter>"): "</parameter>",
+}
 _FUNCTION = re.compile(r"<function=([\w.-]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
 _FENCE = re.compile(r"```(json|python|py)[ \t]*\n(.*?)(```|$)", re.DOTALL)
@@ -169,6 +180,7 @@ def parse_auto(text: str, tools: Sequence[Tool]) -> Calls:
 def parse_written(text: str, tools: Described) -> Calls:
     """The first of tags, marks, json and python that finds a call: all that is no fence."""
     parsers = (parse_tags, parse_marks, parse_json, parse_python)
+    text = rewritten(text)
     return next((calls for parse in parsers if (calls := parse(text, tools))), [])
 
 
@@ -263,6 +275,8 @@ _WORDS = _JsonWords()
 def _functions(text: str, tools: Described) -> Calls:
     """All <function=name> with an object of arguments in it, or with <parameter=name>."""
     calls: Calls = []
+    for tag, plain in _INVOKED.items() if 'invoke name="' in text else ():
+        text = tag.sub(plain, text)
     at, known, closed = 0, _schemas(tools), text.rfind(_FUNCTION_ENDS)
     while found := _FUNCTION.search(text, at):
         name, at = found[1], found.end()

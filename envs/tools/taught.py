@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from envs.data.chat_template import rendered, shows_tools
+from envs.family_forms import family_of
 from envs.thoughts import spoken
 from streamrl.environment import THOUGHTS
 
@@ -64,10 +66,11 @@ def merged_thought(tokenizer: Any, template: str | None = None) -> str:
 def _said(tokenizer: Any, message: Mapping[str, Any], tools: list[Mapping[str, Any]], template: str | None) -> str:
     """The model's turn that is this message, as its tokens are decoded; an empty text if the template refuses it."""
     own = {} if template is None else {"chat_template": template}
+    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     try:
         before = rendered(tokenizer, [ASKED], tools, add_generation_prompt=True, **own)
         whole = rendered(tokenizer, [ASKED, {"role": "assistant", **message}], tools, **own)
         ids = tokenizer(whole[len(os.path.commonprefix([before, whole])) :], add_special_tokens=False)["input_ids"]
-        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return family_of(tokenizer, decode).text(ids)
     except Exception:  # a template raises what it likes
         return ""

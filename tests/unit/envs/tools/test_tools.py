@@ -173,6 +173,19 @@ FAMILIES = {
     "Command R7B": f'<|START_ACTION|>[{{"tool_call_id": "0", "tool_name": "calculator", "parameters": {ARGUMENTS}}}]'
                    "<|END_ACTION|>",
     "Llama 4": '<|python_start|>[calculator(expression="3+4")]<|python_end|>',
+    "gpt-oss": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.calculator<|channel|>"
+               f"commentary <|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+    "Gemma 4": '<|channel>thought\nHm.<channel|><|tool_call>call:calculator{expression:<|"|>3+4<|"|>}<tool_call|>',
+    "FunctionGemma": "<start_function_call>call:calculator{expression:<escape>3+4<escape>}<end_function_call>",
+    "MiniMax M2": '<minimax:tool_call>\n<invoke name="calculator">\n<parameter name="expression">3+4</parameter>\n'
+                  "</invoke>\n</minimax:tool_call>",
+    "DeepSeek V3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="calculator">\n'
+                     '<｜DSML｜parameter name="expression" string="true">3+4</｜DSML｜parameter>\n'
+                     "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "Seed-OSS": f"<seed:tool_call>\n{XML}\n</seed:tool_call>",
+    "InternLM 2": f'<|action_start|><|plugin|>\n{{"name": "calculator", "parameters": {ARGUMENTS}}}<|action_end|>',
+    "Granite 20B": f'<function_call> {{"name": "calculator", "arguments": {ARGUMENTS}}}',
+    "Phi-4": f'functools[{{"name": "calculator", "arguments": {ARGUMENTS}}}]',
     "OLMo 3": '<function_calls>\ncalculator(expression="3+4")\n</function_calls>',
 }
 

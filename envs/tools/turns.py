@@ -1,0 +1,66 @@
+"""A turn of the model as a message whose thoughts and calls are fields, for templates that write these themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+from envs.thoughts import CLOSED, OPENED, reopened, spoken, spoken_from
+from envs.tools.parsing import STARTS, BadCall, Described, ToolCall, parse_written
+from streamrl.environment import THOUGHTS, ChatMessage
+
+_THOUGHT = re.compile(f"{OPENED}(.*?)(?:{CLOSED}|$)", re.DOTALL)
+
+
+def before_calls(text: str) -> str:
+    """The text that the model wrote before its first call of a tool."""
+    start = spoken_from(text)
+    marks = (text.find(mark, start) for mark in STARTS)
+    return text[: min((place for place in marks if place >= 0), default=start)]
+
+
+def split_turns(messages: Sequence[ChatMessage], tools: Described) -> list[ChatMessage]:
+    """The conversation, each turn of the model split in what it thought, said and called.
+
+    What was meant as a call and cannot be read becomes one of "unknown", whose result says so.
+    """
+    found = list(messages)
+    for place, one in enumerate(messages):
+        if one.role == "assistant":
+            results = takewhile(lambda after: after.role == "tool", messages[place + 1 :])
+            found[place] = _split(one, tools, [after.fields.get("tool_call_id") for after in results])
+    return found
+
+
+def _split(message: ChatMessage, tools: Described, ids: Sequence[Any]) -> ChatMessage:
+    text, fields = reopened(message.content), dict(message.fields)
+    thought = "\n".join(part.strip("\n") for part in _THOUGHT.findall(text))
+    said = spoken(text)
+    if ids and not fields.get("tool_calls"):
+        calls = parse_written(said, tools)
+        fields["tool_calls"] = [
+            {
+                "id": ids[min(place, len(ids) - 1)],
+                "type": "function",
+                "function": _function(one),
+            }
+            for place, one in enumerate(calls)
+        ]
+        said = before_calls(said) if calls else said
+    if thought and not any(fields.get(name) for name in THOUGHTS):
+        fields |= dict.fromkeys(THOUGHTS, thought)
+    if fields.get("tool_calls") and thought:
+        said = ""  # templates refuse both beside a call
+    return replace(message, content=said, fields={name: one for name, one in fields.items() if one})
+
+
+def _function(one: ToolCall | BadCall) -> dict[str, Any]:
+    if isinstance(one, BadCall):
+        return {"name": "unknown", "arguments": {}}
+    return {
+        "name": one.name,
+        "arguments": one.arguments,
+    }

@@ -1,0 +1,222 @@
+"""Families whose thoughts and calls are special tokens, or whose templates write results only after calls.
+
+Each small template has the traits of a published one, which its name says; the oracle is the template itself, given the
+conversation with thoughts and calls as fields.
+"""
+
+import json
+
+import pytest
+
+from actors.render import Renderer
+from actors.rollout import run_group
+from actors.trajectory.conversation import Conversation
+from envs.registry import task_of
+from envs.thoughts import spoken
+from envs.tools.calculator import Calculator
+from envs.tools.parsing import parse_written
+from envs.tools.taught import merged_thought, unread_call
+from envs.tools.tool import schema
+from streamrl.config.load import load_config
+from streamrl.environment import ChatMessage, Step
+from tests.kit.loops import run
+from tests.unit.actors.fakes import installed_engine, lease, make_runner
+from tests.unit.actors.test_agents import AgentLoop, ask
+from tests.unit.envs.tool_templates import tool_tokenizer
+
+TOOLS = [schema(Calculator())]
+SHOWN = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+REFUSES = "{{ raise_exception('a result without a call') }}"
+THINKS = "m.thinking and not m.content"
+HARMONY = (
+    "{% set ns = namespace(name='') %}<|start|>system<|message|>" + SHOWN + "<|end|>{% for m in messages %}"
+    "{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}{% set ns.name = c.name %}"
+    "{% if " + THINKS + " %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>commentary to=functions.{{ c.name }} <|constrain|>json<|message|>"
+    "{{ c.arguments | tojson }}<|call|>{% elif m.role == 'assistant' %}"
+    "{% if '<|channel|>' in m.content %}{{ raise_exception('channels in the content') }}{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% elif m.role == 'tool' %}"
+    "{% if not ns.name %}" + REFUSES + "{% endif %}"
+    "<|start|>functions.{{ ns.name }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+GEMMA = (
+    "<|turn>system\n" + SHOWN + "<turn|>\n{% for m in messages %}{% if m.role == 'assistant' %}<|turn>model\n"
+    "{% if m.reasoning %}<|channel>thought\n{{ m.reasoning }}\n<channel|>{% endif %}"
+    "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name + '{' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }}:<|\"|>{{ v }}<|\"|>{% endfor %}}<tool_call|>{% endfor %}"
+    "{% if m.tool_calls %}<|tool_response>{% for r in messages[loop.index:] if r.role == 'tool' %}"
+    "response:{{ r.name }}{{ '{' }}value:<|\"|>{{ r.content }}<|\"|>}<tool_response|>{% endfor %}"
+    "{% else %}{{ m.content }}<turn|>\n{% endif %}{% elif m.role != 'tool' %}"
+    "<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|turn>model\n{% endif %}"
+)
+LOOP = (
+    SHOWN + "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<minimax:tool_call>\n<invoke name=\"{{ c.function.name }}\">\n"
+    "{% for k, v in c.function.arguments.items() %}<parameter name=\"{{ k }}\">{{ v }}</parameter>\n{% endfor %}"
+    "</invoke>\n</minimax:tool_call>{% endfor %}<|im_end|>\n{% elif m.role == 'tool' %}"
+    "{% if not messages[loop.index0 - 1].tool_calls %}REFUSED{% endif %}<|im_start|>tool\n{{ m.content }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\nOPENED{% endif %}"
+)
+CALL = '<minimax:tool_call>\n<invoke name="calculator">\n<parameter name="expression">3+4</parameter>\n</invoke>\n'
+MISTRAL = (
+    SHOWN + "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}"
+    "[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% else %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}</s>{% endif %}{% endfor %}"
+)
+FAMILIES = {  # template, its special tokens, ends of a turn, a call after a thought, an answer after a thought
+    "gpt-oss": (
+        HARMONY, ["<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"],
+        ("<|call|>", "<|return|>"),
+        '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.calculator '
+        '<|constrain|>json<|message|>{"expression": "3+4"}<|call|>',
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>7<|return|>",
+    ),
+    "gemma-4": (
+        GEMMA, ["<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>',
+                "<|tool_response>", "<tool_response|>"],
+        ("<turn|>", "<|tool_response>"),
+        '<|channel>thought\nHm.\n<channel|><|tool_call>call:calculator{expression:<|"|>3+4<|"|>}<tool_call|>'
+        "<|tool_response>",
+        "<|channel>thought\nHm.\n<channel|>7<turn|>",
+    ),
+    "minimax-m2": (
+        LOOP.replace("REFUSED", REFUSES).replace("OPENED", "<think>\n"), ["<|im_start|>", "<|im_end|>"],
+        ("<|im_end|>",), f"Hm.\n</think>\n\n{CALL}</minimax:tool_call><|im_end|>", "Hm.\n</think>\n\n7<|im_end|>",
+    ),
+    "nemotron-3": (
+        LOOP.replace("REFUSED", "").replace("OPENED", "<think>\n"), ["<|im_start|>", "<|im_end|>"],
+        ("<|im_end|>",), f"Hm.\n</think>\n\n{CALL}</minimax:tool_call><|im_end|>", "Hm.\n</think>\n\n7<|im_end|>",
+    ),
+    "magistral": (
+        MISTRAL, ["[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "[TOOL_RESULTS]",
+                  "[/TOOL_RESULTS]", "</s>"],
+        ("</s>",), '[THINK]Hm.[/THINK][TOOL_CALLS]calculator[ARGS]{"expression": "3+4"}</s>', "[THINK]Hm.[/THINK]7</s>",
+    ),
+}  # fmt: skip
+RESULT = ChatMessage("tool", "7", {"name": "calculator", "tool_call_id": "call00001"})
+
+
+def renderer_of(family: str, **options) -> Renderer:
+    template, special, ends, *_ = FAMILIES[family]
+    tokenizer = tool_tokenizer("qwen")
+    tokenizer.chat_template = template
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    return Renderer(tokenizer, end_ids=tokenizer.convert_tokens_to_ids(list(ends)), **options)
+
+
+def conversation(renderer: Renderer, *, append: bool) -> Conversation:
+    found = Conversation(renderer, append=append)
+    found.open([ChatMessage("user", "3+4?")], TOOLS)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_thoughts_and_calls_are_read_in_what_the_model_says(family):
+    renderer, (*_, called, answered) = renderer_of(family), FAMILIES[family]
+    talk = conversation(renderer, append=False)
+
+    heard = talk.hear(renderer.encode(called))
+
+    (call,) = parse_written(spoken(heard), TOOLS)
+    assert (call.name, call.arguments) == ("calculator", {"expression": "3+4"})
+    assert "Hm." in heard and "Hm." not in spoken(heard)
+    assert spoken(conversation(renderer, append=False).hear(renderer.encode(answered))).strip() == "7"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_launch_has_nothing_to_tell_of_them(family):
+    tokenizer = renderer_of(family).tokenizer
+
+    assert merged_thought(tokenizer) == ""
+    assert unread_call(tokenizer, TOOLS[0], lambda text: parse_written(text, TOOLS)) == ""
+
+
+@pytest.mark.parametrize("append", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_result_follows_the_call_as_it_was_sampled(family, append):
+    renderer, (*_, called, _) = renderer_of(family), FAMILIES[family]
+    talk = conversation(renderer, append=append)
+    prompt, sampled = talk.ids, renderer.encode(called)
+
+    talk.hear(sampled)
+    talk.answer(Step(0.0, done=False, messages=[RESULT]))
+
+    assert talk.ids[: len(prompt) + len(sampled)] == [*prompt, *sampled]
+    function = {"name": "calculator", "arguments": {"expression": "3+4"}}
+    thought = {"gpt-oss": ("", "Hm."), "gemma-4": ("", "Hm."), "magistral": ("[THINK]Hm.[/THINK]", "")}
+    content, thinking = thought.get(family, ("<think>\nHm.\n</think>\n\n", ""))
+    said = {"role": "assistant", "content": content, "thinking": thinking, "reasoning": thinking,
+            "tool_calls": [{"id": "call00001", "type": "function", "function": function}]}  # fmt: skip
+    whole = renderer.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "3+4?"}, said, RESULT.as_dict()], tools=TOOLS, tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert renderer.tokenizer.decode(talk.ids) == whole
+
+
+@pytest.mark.parametrize("append", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_that_is_cut_gets_its_error_as_a_result(family, append):
+    renderer, (*_, called, _) = renderer_of(family), FAMILIES[family]
+    for said in (called[: called.rindex("3+4")], called[: called.rindex("<")]):
+        talk = conversation(renderer, append=append)
+        sampled = [*talk.ids, *renderer.encode(said)]
+        talk.hear(renderer.encode(said))
+
+        talk.answer(Step(0.0, done=False, messages=[ChatMessage("tool", "Error 17", RESULT.fields)]))
+
+        assert "Error 17" in renderer.tokenizer.decode(talk.ids)
+        assert not append or talk.ids[: len(sampled)] == sampled
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reward_is_paid_for_what_was_said_after_the_thought(tmp_path, family):
+    (tmp_path / "train.jsonl").write_text('{"question": "3+4?", "answer": "7"}\n' * 20)
+    task = task_of(load_config(["experiment=quickstart", f"data.path={tmp_path}/train.jsonl", "reward.type=math"]))
+    renderer, (*_, answered) = renderer_of(family), FAMILIES[family]
+    prompt = b'{"question": "3+4?", "answer": "7"}'
+
+    async def earned(text: str) -> float:
+        engine = await installed_engine(lambda *_: renderer.encode(text), vocab_size=400)
+        runner = make_runner(task, engine, renderer=renderer, max_prompt_tokens=400, max_new_tokens=400)
+        group = await run_group(lease(prompt=prompt), runner)
+        return group.members[0].reward
+
+    async def work() -> None:
+        assert await earned(answered) == 1.0
+        assert await earned(answered.replace("7", "8").replace("Hm.", "It is 7.")) == 0.0
+
+    run(work)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_agent_that_sends_the_call_and_its_result_back_continues_the_sequence(family):
+    renderer, (*_, called, answered) = renderer_of(family), FAMILIES[family]
+    left = [called, answered]
+    seen = []
+
+    async def agent(session, asks):
+        user = {"role": "user", "content": "3+4?"}
+        first = (await ask(asks, user, tools=TOOLS)).json()["choices"][0]["message"]
+        (call,) = first["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"expression": "3+4"}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "7"}
+        second = await ask(asks, user, first, result, tools=TOOLS)
+        seen.append(second.json()["choices"][0]["message"]["content"])
+        return 1.0
+
+    async def work() -> None:
+        engine = await installed_engine(lambda *_: renderer.encode(left.pop(0)), vocab_size=400)
+        runner = make_runner(AgentLoop(agent), engine, renderer=renderer, max_prompt_tokens=600, max_new_tokens=400,
+                             max_turns=4)  # fmt: skip
+        group = await run_group(lease(), runner)
+        (member,) = group.members
+        assert not member.sequences and len(member.turns) == 2
+        assert "7" in seen[0]
+
+    run(work)
