@@ -20,6 +20,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from envs.expected import known_answer
+from envs.family_forms import family_of
 from envs.registry import task_of
 from envs.rewards.extract import final_answer
 from learner.data.trajectories import Trajectory, read_groups
@@ -70,12 +71,13 @@ class Draft(msgspec.Struct, array_like=True):
                 ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
             )
 
-        prompts = dict(self.later)
+        prompts, said_by = dict(self.later), {True: family_of(tokenizer, decode).text, False: decode}
         turns = []
         for start, end, said, reward in self.runs:
             if start in prompts:
                 turns.append(Turn("context", decode(prompts[start], special=True)))
-            turns.append(Turn("assistant" if said else "environment", decode(self.token_ids[start:end]), reward))
+            text = said_by[said](self.token_ids[start:end])
+            turns.append(Turn("assistant" if said else "environment", text, reward))
         said = [turn.content for turn in turns if turn.role == "assistant"]
         tokens = None
         if num_detailed_tokens:

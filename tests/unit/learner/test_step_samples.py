@@ -1,5 +1,6 @@
 """Sampled trajectories of a run: drawn fairly, with the numbers of the loss, and decoded token by token."""
 
+import copy
 import re
 from collections import Counter
 from dataclasses import replace
@@ -223,6 +224,21 @@ def test_a_trajectory_without_action_tokens_can_be_drafted(tokenizer):
     one = draft(nothing, kind="train", step=6, version=5, fate="stale").decoded(tokenizer, 10)
 
     assert isinstance(one, Sample) and (one.answer, one.version, one.num_tokens) == ("", 5, 0)
+
+
+def test_an_answer_is_shown_with_its_thought_as_rewards_read_it(tokenizer):
+    """Marks of gpt-oss are special tokens: without them thought and answer would be one text."""
+    tokenizer = copy.deepcopy(tokenizer)
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>7<|return|>"
+    ids = tokenizer(said)["input_ids"]
+    (row,) = batch(1, 1, num_prompt=2, num_actions=len(ids), with_gap=False)
+    row = replace(row, token_ids=np.array([*row.token_ids[: -len(ids)], *ids], np.int32))
+
+    one = draft(row, kind="train", step=6, version=5, fate="trained").decoded(tokenizer, 0)
+
+    assert one.answer == "<think>Hm.</think>7"
 
 
 def test_a_rewritten_history_stands_where_it_was_read(tokenizer):
