@@ -24,6 +24,8 @@ from learner.model.config_file import model_config, policy_vocab_size
 from learner.setup.model_hub import find_models
 from streamrl.config.devices import Choice
 from streamrl.config.eval_sets import EvalSet, eval_sets, longest_sequence
+from streamrl.config.load import to_plain
+from streamrl.config.overrides import leaves
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, largest_eta, largest_max_lag, steps_per_batch, tracker_names
 from streamrl.config.schema import (
     Config,
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
 
 NUM_PROMPTS, MEASURE_S = 64, 0.5
 """Records whose prompts are measured, and the time for it."""
+
+ADAPTIVE = ("rule", "max_eta", "ess_target", "num_trial_steps", "breaker", "group_spread")
+"""Settings of `staleness.adaptive` that only the rule reads; the others are of use without it."""
 
 
 def check_run(
@@ -94,6 +99,8 @@ def check_run(
     chosen = choose(device)
     _check_memory(config, device, notify)
     check_settings(config, device)
+    if idle := idle_settings(config):
+        notify(f"{', '.join(idle)} changes nothing here")
     return chosen
 
 
@@ -159,6 +166,29 @@ def unguarded_settings(config: Config) -> str:
     from learner.objective.options import unguarded
 
     return unguarded(config.advantage, config.loss, eta=largest_eta(config))
+
+
+def idle_settings(config: Config) -> list[str]:
+    """Settings off their defaults that nothing in this run reads, as words; a recipe may have set them for another one.
+    """
+    from streamrl.algorithms.registry import find_estimator, find_surrogate
+
+    surrogate = find_surrogate(config.loss.surrogate)
+    unread = {
+        "critic": not find_estimator(config.advantage.estimator).needs_critic,
+        "loss.clip_low": not surrogate.clips,
+        "loss.clip_high": not surrogate.clips,
+        "loss.dual_clip": "dual_clip" not in surrogate.knobs and config.loss.dual_clip is not None,
+        **dict.fromkeys(
+            (f"staleness.adaptive.{name}" for name in ADAPTIVE), not config.staleness.adaptive.enabled
+        ),
+    }
+    usual = dict(leaves(to_plain(Config())))
+    return [
+        f"{key}={value}"
+        for key, value in leaves(to_plain(config))
+        if value != usual.get(key) and any(found and f"{key}.".startswith(f"{name}.") for name, found in unread.items())
+    ]
 
 
 def check_settings(config: Config, device: torch.device) -> None:

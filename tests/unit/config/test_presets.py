@@ -11,7 +11,7 @@ import pytest
 
 import configs
 from learner.objective.options import check_settings
-from learner.setup.preflight import check_losses, unguarded_settings
+from learner.setup.preflight import check_losses, idle_settings, unguarded_settings
 from streamrl.algorithms.registry import ESTIMATOR_ENTRIES, find_estimator
 from streamrl.config.load import OWNED, load_config
 from streamrl.config.rules import max_lag
@@ -140,6 +140,27 @@ def test_a_misspelt_recipe_is_refused_with_the_names_that_exist():
 )
 def test_a_critic_without_a_guard_is_warned_of_on_old_data(words, warned):
     assert bool(unguarded_settings(load_config([*words, *LOCAL]))) is warned
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "uncorrected"])
+def test_no_recipe_sets_what_it_does_not_read(name):
+    assert idle_settings(load_config([f"algorithm={name}", "experiment=quickstart"])) == []
+
+
+@pytest.mark.parametrize(("word", "reading"), [
+    ("loss.clip_low=0.1", "algorithm=ppo"), ("loss.clip_high=0.4", "algorithm=dapo"),
+    ("loss.dual_clip=4.0", "algorithm=grpo"), ("critic.optimizer.lr=0.0001", "algorithm=ppo"),
+    ("critic.scheduler.name=linear", "algorithm=retrace"),
+    ("staleness.adaptive.ess_target=0.6", "staleness.adaptive.enabled=true"),
+    ("staleness.adaptive.max_eta=8", "staleness.adaptive.enabled=true"),
+])
+def test_a_word_that_nothing_reads_is_told(word, reading):
+    """The same word is read by another recipe, and then not told."""
+    words = ["experiment=quickstart", "staleness.eta=2", word]
+    other = ["algorithm=trajectory_balance"] if "adaptive" not in reading else []
+
+    assert idle_settings(load_config([*words, *other])) == [word]
+    assert idle_settings(load_config([*words, reading])) == []
 
 
 @pytest.mark.parametrize(("word", "key"), [
