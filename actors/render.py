@@ -252,12 +252,12 @@ class Renderer:
         Thoughts and calls in its words become fields where the model has tokens of its own for these, or where the
         template refuses the conversation otherwise, as some do with the result of a call that is not one of its fields.
         """
-        if self._opens_thoughts or self._family.brackets:
+        if self._opens_thoughts or self._family.own_thought:
             messages = [
                 replace(one, content=self._family.repeated(reopened(one.content))) if one.role == "assistant" else one
                 for one in messages
             ]
-        if self._family.rewrites and not self._family.brackets:
+        if self._family.rewrites and not self._family.own_thought:
             return self._written(split_turns(messages, tools), tools)
         try:
             return self._written(messages, tools)

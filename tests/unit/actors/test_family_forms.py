@@ -5,8 +5,10 @@ conversation with thoughts and calls as fields.
 """
 
 import json
+import re
 
 import pytest
+from transformers import AddedToken
 
 from actors.render import Renderer
 from actors.rollout import run_group
@@ -14,7 +16,7 @@ from actors.trajectory.conversation import Conversation
 from envs.registry import task_of
 from envs.thoughts import spoken
 from envs.tools.calculator import Calculator
-from envs.tools.parsing import parse_written
+from envs.tools.parsing import parse_auto, parse_written
 from envs.tools.taught import merged_thought, unread_call
 from envs.tools.tool import schema
 from streamrl.config.load import load_config
@@ -23,6 +25,7 @@ from tests.kit.loops import run
 from tests.unit.actors.fakes import installed_engine, lease, make_runner
 from tests.unit.actors.test_agents import AgentLoop, ask
 from tests.unit.envs.tool_templates import tool_tokenizer
+from tests.unit.envs.tools.test_tools import FAMILIES as WRITTEN
 
 TOOLS = [schema(Calculator())]
 SHOWN = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
@@ -68,6 +71,22 @@ MISTRAL = (
     "[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% else %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
     "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}</s>{% endif %}{% endfor %}"
 )
+SEED = (
+    SHOWN + "{% for m in messages %}<seed:bos>{{ m.role }}\n{% if m.role == 'assistant' %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '\n' }}<seed:tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>{{ v }}</parameter>\n{% endfor %}"
+    "</function>\n</seed:tool_call>{% endfor %}{% else %}{{ m.content }}{% endif %}<seed:eos>{% endfor %}"
+    "{% if add_generation_prompt %}<seed:bos>assistant\n{% endif %}"
+)
+COHERE = (
+    SHOWN + "{% for m in messages %}<|START_OF_TURN_TOKEN|>{% if m.role == 'assistant' %}<|CHATBOT_TOKEN|>"
+    "{% if m.thinking %}<|START_THINKING|>{{ m.thinking }}<|END_THINKING|>{% endif %}"
+    "{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}<|START_ACTION|>["
+    "{{ {'tool_name': c.name, 'parameters': c.arguments} | tojson }}]<|END_ACTION|>{% else %}"
+    "<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}"
+    "{% else %}{{ m.role }}: {{ m.content }}{% endif %}<|END_OF_TURN_TOKEN|>{% endfor %}"
+    "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"
+)
 FAMILIES = {  # template, its special tokens, ends of a turn, a call after a thought, an answer after a thought
     "gpt-oss": (
         HARMONY, ["<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"],
@@ -97,7 +116,21 @@ FAMILIES = {  # template, its special tokens, ends of a turn, a call after a tho
                   "[/TOOL_RESULTS]", "</s>"],
         ("</s>",), '[THINK]Hm.[/THINK][TOOL_CALLS]calculator[ARGS]{"expression": "3+4"}</s>', "[THINK]Hm.[/THINK]7</s>",
     ),
+    "seed-oss": (
+        SEED, ["<seed:bos>", "<seed:eos>", "<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"],
+        ("<seed:eos>",), "<seed:think>Hm.</seed:think>\n<seed:tool_call>\n<function=calculator>\n"
+        "<parameter=expression>3+4</parameter>\n</function>\n</seed:tool_call><seed:eos>",
+        "<seed:think>Hm.</seed:think>7<seed:eos>",
+    ),
+    "command-a": (
+        COHERE, ["<|START_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|START_THINKING|>",
+                 "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"],
+        ("<|END_OF_TURN_TOKEN|>",), '<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[{"tool_name": "calculator", '
+        '"parameters": {"expression": "3+4"}}]<|END_ACTION|><|END_OF_TURN_TOKEN|>',
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>7<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+    ),
 }  # fmt: skip
+MARK = re.compile(r"</?(?!/?(?:function|parameter|invoke)>|｜DSML)[\w:|｜▁]+>|\[[A-Z_]+\]|｜DSML｜")
 RESULT = ChatMessage("tool", "7", {"name": "calculator", "tool_call_id": "call00001"})
 
 
@@ -136,6 +169,21 @@ def test_a_launch_has_nothing_to_tell_of_them(family):
     assert unread_call(tokenizer, TOOLS[0], lambda text: parse_written(text, TOOLS)) == ""
 
 
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("text", [WRITTEN[name] for name in WRITTEN if name != "gpt-oss"])
+def test_calls_and_thoughts_are_read_whether_or_not_their_marks_are_special_tokens(text, special):
+    tokenizer = tool_tokenizer("qwen")
+    marks = sorted({*MARK.findall(text), "<think>", "</think>"})
+    tokenizer.add_tokens([AddedToken(mark, special=special) for mark in marks], special_tokens=special)
+    renderer = Renderer(tokenizer)
+
+    for said in (text, f"I look. {text}", f"{text}\nSo it is.", f"<think>Hm.</think>\n{text}"):
+        calls = parse_auto(spoken(renderer.text(renderer.encode(said))), [Calculator()])
+        assert [(one.name, one.arguments) for one in calls] == [("calculator", {"expression": "3+4"})]
+    only = f"<think>Hm. {text}</think>It is 7."
+    assert spoken(renderer.text(renderer.encode(only))) == "It is 7."
+
+
 @pytest.mark.parametrize("append", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_result_follows_the_call_as_it_was_sampled(family, append):
@@ -148,7 +196,8 @@ def test_a_result_follows_the_call_as_it_was_sampled(family, append):
 
     assert talk.ids[: len(prompt) + len(sampled)] == [*prompt, *sampled]
     function = {"name": "calculator", "arguments": {"expression": "3+4"}}
-    thought = {"gpt-oss": ("", "Hm."), "gemma-4": ("", "Hm."), "magistral": ("[THINK]Hm.[/THINK]", "")}
+    thought = {**dict.fromkeys(["gpt-oss", "gemma-4", "command-a"], ("", "Hm.")),
+               "magistral": ("[THINK]Hm.[/THINK]", ""), "seed-oss": ("<seed:think>Hm.</seed:think>", "")}  # fmt: skip
     content, thinking = thought.get(family, ("<think>\nHm.\n</think>\n\n", ""))
     said = {"role": "assistant", "content": content, "thinking": thinking, "reasoning": thinking,
             "tool_calls": [{"id": "call00001", "type": "function", "function": function}]}  # fmt: skip
