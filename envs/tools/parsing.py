@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from envs.data.shapes import json_or_text
-from envs.family_forms import rewritten
+from envs.family_forms import FAMILY_CALLS, rewritten
 from envs.tools.tool import Tool, required, schema
 
 _TAG, _TAG_ENDS = "<tool_call>", "</tool_call>"
@@ -38,11 +39,14 @@ _MARKED = re.compile(  # before the arguments
 )
 _LISTED = re.compile(
     r"<\|python_tag\|>|\[TOOL_CALLS\]|<\|tool_call\|>|<tool_calls>|<\|START_ACTION\|>|<\|?function_call\|?>|functools(?=\[)|"
-    r"<\|action_start\|>\s*<\|plugin\|>"
+    r"<\|action_start\|>\s*<\|plugin\|>|<\|tool_call_start\|>"
 )
 _PYTHON = re.compile(r"\[?\s*[A-Za-z_][\w.]*\(")
 _PYTHON_MARKS = {"<|python_start|>": "<|python_end|>", "<function_calls>": "</function_calls>",
                  "<|tool_call_start|>": "<|tool_call_end|>"}
+_PYTHON_BLOCK = re.compile(
+    "|".join(rf"{re.escape(begin)}(.*?)(?:{re.escape(end)}|\Z)" for begin, end in _PYTHON_MARKS.items()), re.DOTALL
+)
 STARTS = (
     _TAG, "<function=", "<｜tool▁call", "<|tool_call", "[TOOL_CALLS]", "<tool_calls>", "<|START_ACTION|>",
     "<|python_", "<function_calls>", "<minimax:tool_call>", "<｜DSML｜", "<invoke name=",
@@ -50,16 +54,22 @@ STARTS = (
 """The marks with which calls begin, in any of these forms."""
 _INVOKED = {  # tags with names in quotes, each in a namespace of its family or none
     re.compile(r'<(?:[^\s<>/]*[:｜])?invoke name="([^"<>]+)">'): r"<function=\1>",
-    re.compile(r'<(?:[^\s<>/]*[:｜])?parameter name="([^"<>]+)"[^<>]*>'): r"<parameter=\1>",
+    re.compile(r'<(?:[^\s<>/]*[:｜])?parameter name="([^"<>]+)"[^<>]*>'): r"<parameter=\1>\n",
     re.compile(r"</(?:[^\s<>/]*[:｜])?invoke>"): "</function>",
-    re.compile(r"</(?:[^\s<>/]*[:｜])?parameter>"): "</parameter>",
+    re.compile(r"</(?:[^\s<>/]*[:｜])?parameter>"): "\n</parameter>",  # all between the tags is the value
 }
 _FUNCTION = re.compile(r"<function=([\w.-]+)>")
+_FUNCTIONS = re.compile(r'<function=|invoke name="')
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
+_VALUE = re.compile(
+    r"(?:\s*</function>)?(?:\s*<function=[\w.-]+>)?\s*<parameter=[^<>\n]+>|"
+    r"\s*(?:[\w.-]+\s*)?<arg_key>[^<]*</arg_key>\s*<(arg_value)>"
+)
 _FENCE = re.compile(r"```(json|python|py)[ \t]*\n(.*?)(```|$)", re.DOTALL)
 _ANGLE = re.compile(r"<([^<>]*)>")
 _FUNCTION_ENDS, _PARAMETER_ENDS = "</function>", "</parameter>"
 _AT_ONCE, _BETWEEN, _BLANK = re.compile(rf"\s*{_FUNCTION_ENDS}"), re.compile(r"[; ,\n]*"), re.compile(r"\s*")
+_OBJECT = re.compile(r"\[?\s*\{")
 _NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
 MAX_PYTHON = 20_000
 """Characters of calls in Python that are read: its own parser takes them."""
@@ -85,6 +95,8 @@ Calls = list[ToolCall | BadCall]
 Described = Sequence[Tool | Mapping[str, Any]]
 """Tools, or their JSON schemas as chat templates get them."""
 Parser = Callable[[str, Sequence[Tool]], Calls]
+Forms = dict[Callable[[str, Described], Calls], re.Pattern[str]]
+"""Readers, and how the calls of each begin."""
 
 
 def parse_tags(text: str, tools: Described) -> Calls:
@@ -98,7 +110,7 @@ def parse_tags(text: str, tools: Described) -> Calls:
         body = text[start:at]
         if body.lstrip().startswith("<function="):
             calls += _functions(body, tools)
-        elif "<arg_key>" in body or (end >= 0 and body.strip() in known):
+        elif not _OBJECT.match(body.lstrip()) and ("<arg_key>" in body or (end >= 0 and body.strip() in known)):
             calls.append(_from_pairs(body, known))
         else:
             values = _values(body, alone=True) or [ValueError("it is empty")]
@@ -108,11 +120,12 @@ def parse_tags(text: str, tools: Described) -> Calls:
 
 def parse_json(text: str, tools: Described) -> Calls:
     """A text that is one JSON object with a name and arguments, or several of them; or <function=name>."""
-    functions = _functions(text, tools)
-    if functions:
-        return functions
+    return _first_begun(text, tools, _FORMS_OF_JSON)
+
+
+def _listed(text: str, tools: Described) -> Calls:
     text = text.strip()
-    if not text.startswith(("{", "[{")) and (mark := _LISTED.search(text)):
+    if not _OBJECT.match(text) and (mark := _LISTED.search(text)):
         text = text[mark.end() :]
     text = text.replace("<|python_tag|>", "").strip()
     return _calls_of(text, tools) if text.startswith(("{", "[")) else []
@@ -134,21 +147,35 @@ def parse_marks(text: str, tools: Described) -> Calls:
 
 
 def parse_python(text: str, tools: Described) -> Calls:
-    """A text that is calls of Python and nothing else, one of a known tool among them; a list, or one a line."""
-    text = text.strip()
-    for begin, end in _PYTHON_MARKS.items():
-        if begin in text:  # words may stand before it
-            text = text.partition(begin)[2].partition(end)[0].strip()
-    if len(text) > MAX_PYTHON or not _PYTHON.match(text):
+    """Calls of Python, as a list or one a line: between marks, or the whole text, a known tool among them."""
+    blocks = ["".join(found) for found in _PYTHON_BLOCK.findall(text)]  # words may stand around them
+    return [one for block in blocks or [text] for one in _of_python(block.strip(), tools, marked=bool(blocks))]
+
+
+def _of_python(text: str, tools: Described, *, marked: bool) -> Calls:
+    if not _PYTHON.match(text) or (len(text) > MAX_PYTHON and not marked):
         return []
     try:
-        values = [line.value if isinstance(line, ast.Expr) else line for line in ast.parse(text).body]
+        if len(text) > MAX_PYTHON:
+            raise ValueError(f"{len(text)} characters, of which {MAX_PYTHON} are read")
+        values = [line.value if isinstance(line, ast.Expr) else line for line in _python_tree(text).body]
         inner = [one for value in values for one in (value.elts if isinstance(value, ast.List) else [value])]
         called = [(ast.unparse(one.func), one) for one in inner if isinstance(one, ast.Call)]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    known = any(name in _schemas(tools) for name, _ in called)
-    return [_from_python(*one) for one in called] if known and len(called) == len(inner) else []
+        if len(called) < len(inner):
+            raise ValueError("something is no call")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        problem = f"the calls are not Python ({error!s:.80}): write [name(argument=value)]."
+        return [BadCall(problem)] if marked else []
+    known = marked or any(name in _schemas(tools) for name, _ in called)
+    return [_from_python(*one) for one in called] if known else []
+
+
+def _python_tree(text: str) -> ast.Module:
+    """Parse calls, whose arguments may be named as words of Python are."""
+    try:
+        return ast.parse(text)
+    except SyntaxError:
+        return ast.parse(_RESERVED.sub(lambda found: found[1] or f"{found[2]}{_OWN_WORD}", text))
 
 
 def parse_fence(text: str, tools: Sequence[Tool]) -> Calls:
@@ -173,15 +200,23 @@ def parse_angle(text: str, tools: Sequence[Tool]) -> Calls:
 
 
 def parse_auto(text: str, tools: Sequence[Tool]) -> Calls:
-    """The first of tags, marks, json, python and fence that finds a call."""
+    """Calls as `parse_written` reads them, else those in fences."""
     return parse_written(text, tools) or parse_fence(text, tools)
 
 
 def parse_written(text: str, tools: Described) -> Calls:
-    """The first of tags, marks, json and python that finds a call: all that is no fence."""
-    parsers = (parse_tags, parse_marks, parse_json, parse_python)
-    text = rewritten(text)
-    return next((calls for parse in parsers if (calls := parse(text, tools))), [])
+    """Calls in the form that begins first of tags, marks, python and json: marks in an argument are part of it."""
+    return _first_begun(text, tools, {_of_family: FAMILY_CALLS, **_FORMS})
+
+
+def _of_family(text: str, tools: Described) -> Calls:
+    return _first_begun(rewritten(text), tools, _FORMS)
+
+
+def _first_begun(text: str, tools: Described, forms: Forms) -> Calls:
+    found = [(begun.start(), parse) for parse, begins in forms.items() if (begun := begins.search(text))]
+    ordered = [parse for _, parse in sorted(found, key=lambda one: one[0])]
+    return next((calls for parse in ordered if (calls := parse(text, tools))), [])
 
 
 PARSERS: dict[str, Parser] = {
@@ -225,7 +260,7 @@ def _values(text: str, *, alone: bool) -> list[Any]:
 
 
 def _after_values(text: str, at: int) -> int:
-    """The end of the JSON that begins here: a mark in one of its strings ends no tag."""
+    """The end of the values that begin here: a mark in one of them ends no tag."""
     decoder, at = json.JSONDecoder(), _BLANK.match(text, at).end()
     while text.startswith(("{", "["), at):
         try:
@@ -233,6 +268,11 @@ def _after_values(text: str, at: int) -> int:
         except (ValueError, RecursionError):
             break
         at = _BETWEEN.match(text, at).end()
+    while begun := _VALUE.match(text, at):
+        ends = f"</{begun[1] or 'parameter'}>"
+        if (end := text.find(ends, begun.end())) < 0:
+            break
+        at = end + len(ends)
     return at
 
 
@@ -244,7 +284,7 @@ def _from_pairs(body: str, known: Mapping[str, Mapping[str, Any]]) -> ToolCall |
     takes = known.get(name, {})
     while found := _PAIR.match(body, at):
         key, value, at = found[1].strip(), found[2], found.end()
-        arguments[key] = value if _takes_text(takes.get(key)) else json_or_text(value.strip())
+        arguments[key] = _read_as(takes.get(key), value)
     if rest := body[at:].strip():
         return BadCall(f"after the arguments of {name} stands {rest!r:.40}: close each with </arg_value>.")
     return ToolCall(name, arguments)
@@ -254,7 +294,9 @@ def _from_python(name: str, call: ast.Call) -> ToolCall | BadCall:
     if call.args or any(one.arg is None for one in call.keywords):
         return BadCall(f"the arguments of {name} have no names: write {name}(name=value).")
     try:
-        arguments = {str(one.arg): ast.literal_eval(_WORDS.visit(one.value)) for one in call.keywords}
+        arguments = {
+            str(one.arg).removesuffix(_OWN_WORD): ast.literal_eval(_WORDS.visit(one.value)) for one in call.keywords
+        }
         json.dumps(arguments)
     except (ValueError, TypeError, RecursionError) as error:
         return BadCall(f"the arguments of {name} are not plain values ({error!s:.80}).")
@@ -270,12 +312,16 @@ class _JsonWords(ast.NodeTransformer):
 
 
 _WORDS = _JsonWords()
+_OWN_WORD = "_streamrl"
+_STRING = r'"(?:[^"\\]|\\.)*"|' + r"'(?:[^'\\]|\\.)*'"
+_RESERVED = re.compile(rf"({_STRING})|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
 
 
 def _functions(text: str, tools: Described) -> Calls:
     """All <function=name> with an object of arguments in it, or with <parameter=name>."""
     calls: Calls = []
-    for tag, plain in _INVOKED.items() if 'invoke name="' in text else ():
+    begun = _FUNCTIONS.search(text)
+    for tag, plain in _INVOKED.items() if begun and begun[0] == 'invoke name="' else ():
         text = tag.sub(plain, text)
     at, known, closed = 0, _schemas(tools), text.rfind(_FUNCTION_ENDS)
     while found := _FUNCTION.search(text, at):
@@ -299,7 +345,7 @@ def _from_parameters(name: str, text: str, at: int, takes: Mapping[str, Any]) ->
             problem = f"the argument {found[1]!r:.60} of {name} does not end: close it with {_PARAMETER_ENDS}."
             return BadCall(problem), len(text)
         told, value = takes.get(found[1]), text[found.end() : end].removesuffix("\n")
-        arguments[found[1]] = value if _takes_text(told) else json_or_text(value.strip())
+        arguments[found[1]] = _read_as(told, value)
         at = end + len(_PARAMETER_ENDS)
     rest = text[at:].lstrip()
     if rest and not rest.startswith(_FUNCTION_ENDS):
@@ -307,16 +353,33 @@ def _from_parameters(name: str, text: str, at: int, takes: Mapping[str, Any]) ->
     return ToolCall(name, arguments), at
 
 
-def _takes_text(told: Any) -> bool:
-    """Tell whether a text is one of the values that this schema of an argument takes; yes, if it does not say."""
+def _read_as(told: Any, value: str) -> Any:
+    """The value of an argument between tags, where texts have no quotes; templates write others as JSON or Python."""
+    word = value.strip()
+    if word in ("null", "None") and _takes("null", told):
+        return None
+    if _takes("string", told):
+        return value
+    found = json_or_text(word)
+    if found != word or len(word) > MAX_PYTHON:
+        return found
+    try:
+        read = ast.literal_eval(_WORDS.visit(ast.parse(word, mode="eval").body))
+        return json.loads(json.dumps(read)) if isinstance(read, bool | list | dict | None) else found
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return found
+
+
+def _takes(kind: str, told: Any) -> bool:
+    """Tell whether the schema of an argument takes a value of this type; if it does not say, a text alone."""
     if not isinstance(told, Mapping):
-        return True
+        return kind == "string"
     if isinstance(kinds := told.get("type"), str | list):
-        return "string" in kinds
+        return kind in kinds
     if isinstance(values := told.get("enum", [told["const"]] if "const" in told else None), list):
-        return any(isinstance(one, str) for one in values)
+        return any(one is None if kind == "null" else isinstance(one, str) for one in values)
     several = [one for key in ("anyOf", "oneOf", "allOf") if isinstance(told.get(key), list) for one in told[key]]
-    return any(map(_takes_text, several)) if several else "$ref" not in told
+    return any(_takes(kind, one) for one in several) if several else kind == "string" and "$ref" not in told
 
 
 def _schemas(tools: Described) -> dict[str, Mapping[str, Any]]:
@@ -347,3 +410,15 @@ def _from_arguments(name: str, arguments: Any) -> ToolCall | BadCall:
     if not isinstance(arguments, dict):
         return BadCall(f"the arguments of {name} are {arguments!r:.60}: give an object with their names.")
     return ToolCall(name, arguments)
+
+
+_FORMS_OF_JSON: Forms = {
+    _listed: re.compile(rf"\A\s*[\[{{]|{_LISTED.pattern}"),
+    _functions: _FUNCTIONS,
+}
+_FORMS: Forms = {
+    parse_tags: re.compile(_TAG),
+    parse_marks: _MARKED,
+    parse_python: re.compile(rf"\A\s*{_PYTHON.pattern}|{'|'.join(map(re.escape, _PYTHON_MARKS))}"),
+    **_FORMS_OF_JSON,
+}

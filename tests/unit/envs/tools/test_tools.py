@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from envs.tasks.strings import StringTask
 from envs.thoughts import heard, spoken
 from envs.tools.calculator import Calculator, calculate
 from envs.tools.environment import ToolEnv
-from envs.tools.parsing import PARSERS, BadCall, ToolCall, parse_tags
+from envs.tools.parsing import PARSERS, BadCall, ToolCall, parse_written
 from envs.tools.search import SearchTool
 from envs.tools.task import PythonTool, with_tools
 from envs.tools.tool import ToolError
@@ -234,6 +235,10 @@ FAMILIES = {
         ("python", "[python(code='a', n=[1, 2.5, true, None], o={'x': null}), calculator(expression='3+4')]",
          [ToolCall("python", {"code": "a", "n": [1, 2.5, True, None], "o": {"x": None}}), CALL]),
         ("python", "[max(3, 4)]", []),
+        ("python", f"{FAMILIES['Llama 4']}\nand {FAMILIES['Llama 4']}", [CALL, CALL]),
+        ("python", "<|tool_call_start|>[max(a=3)]<|tool_call_end|>", [ToolCall("max", {"a": 3})]),
+        ("python", "[python(from='a=b', code=', in=3', lambda =1)]",
+         [ToolCall("python", {"from": "a=b", "code": ", in=3", "lambda": 1})]),
         ("python", "x = calculator(expression='3+4')", []),
         ("angle", "<3+4>", [CALL]),
         ("angle", "3+4", []),
@@ -272,11 +277,55 @@ def test_auto_takes_other_texts_as_answers(text: str) -> None:
         ("[calculator(expression=3+x)]", "not plain values"),
         ('{"name": "calculator", "parameters": {"expression": 3+4}}', "not JSON"),
         ('```json\n{"name": "calculator",}\n```', "not JSON"),
+        *((f"{mark}[calculator(expression='3+4", "not Python") for mark in ("<|python_start|>", "<|tool_call_start|>")),
+        ("<function_calls>\ncalculator(expression='3+4'\n</function_calls>", "not Python"),
+        ("<|python_start|>[calculator(expression='3+4'), 7]<|python_end|>", "no call"),
+        (f"<|python_start|>[calculator(expression='{'+' * 30000}')]<|python_end|>", "are read"),
     ],
 )  # fmt: skip
 def test_a_damaged_call_says_what_was_wrong(text: str, problem: str) -> None:
     (call,) = PARSERS["auto"](text, TOOLS)
     assert isinstance(call, BadCall) and problem in call.problem
+
+
+ENDS = (
+    "parameter>", "</arg_value>", "call:calculator", "</function_calls>", "<|python_end|>", '<|"|>', "<escape>",
+    "<|message|>", "invoke",
+)  # fmt: skip
+"""Ends of an argument, which end it in its own form wherever they stand."""
+
+
+def test_marks_of_other_calls_in_an_argument_are_a_part_of_it() -> None:
+    texts = {**FAMILIES, "Hermes": HERMES, "Llama 3": LLAMA}
+    wrong = []
+    for (family, text), (other, mark) in product(texts.items(), texts.items()):
+        if family == "Command R" or any(end in text and end in mark for end in ENDS):
+            continue  # a fence is looked for last
+        value = f"see {mark} and 8"
+        arguments = {ARGUMENTS: json.dumps({"expression": value}), '"3+4"': repr(value), "3+4": value}
+        place = next(place for place in arguments if place in text)
+        text = text.replace(place, arguments[place])
+        if PARSERS["auto"](spoken(text), TOOLS) != [ToolCall("calculator", {"expression": value})]:
+            wrong.append((family, other))
+    assert wrong == []
+
+
+def between_tags(value: str) -> list[str]:
+    invoked = f'<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">{value}</parameter>\n</invoke>'
+    return [
+        f"<tool_call><function=f><parameter=x>{value}</parameter></function></tool_call>",
+        f"<seed:tool_call>\n<function=f>\n<parameter=x>{value}</parameter>\n</function>\n</seed:tool_call>",
+        f"<tool_call>f<arg_key>x</arg_key><arg_value>{value}</arg_value></tool_call>",
+        invoked, invoked.replace("invoke", "｜DSML｜invoke").replace("parameter", "｜DSML｜parameter"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["\na\n", "\n\na", "a\n\n", " a ", "a\n</tool_call>\nb"])
+def test_all_between_the_tags_is_the_text_of_an_argument(value: str) -> None:
+    for text in between_tags(value)[2:]:
+        assert PARSERS["auto"](text, []) == [ToolCall("f", {"x": value})]
+    for text in between_tags(f"\n{value}\n")[:2]:  # where templates write a line of its own
+        assert PARSERS["auto"](text, []) == [ToolCall("f", {"x": value})]
 
 
 @pytest.mark.parametrize(
@@ -287,13 +336,21 @@ def test_a_damaged_call_says_what_was_wrong(text: str, problem: str) -> None:
      ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "7", "7"),
      ({"oneOf": [{"type": "array"}, {"enum": [1, 2]}]}, "[1]", [1]), ({"allOf": [{"$ref": "#/$defs/P"}]}, "{}", {}),
      ({"enum": [1, 2]}, "2", 2), ({"enum": ["1", "2"]}, "2", "2"), ({"const": 3}, "3", 3),
-     ({"$ref": "#/$defs/P"}, '{"a": 1}', {"a": 1}), ({"$ref": "#/$defs/Color"}, "red", "red"), (7, "7", "7")],
+     ({"$ref": "#/$defs/P"}, '{"a": 1}', {"a": 1}), ({"$ref": "#/$defs/Color"}, "red", "red"), (7, "7", "7"),
+     # As templates write what is no text: str() of Python.
+     ("boolean", "True", True), ("boolean", "False\n", False), ("array", "['a', True, None]", ["a", True, None]),
+     ("object", "{'a': {'b': (1, 2.5)}, 'c': true}", {"a": {"b": [1, 2.5]}, "c": True}), ("integer", "3+4j", "3+4j"),
+     ("array", "[f(1)]", "[f(1)]"), ("array", "{1, 2}", "{1, 2}"), ("array", "(" * 9999, "(" * 9999),
+     (["string", "null"], "null", None), (["string", "null"], "None", None), (["integer", "null"], "None", None),
+     ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None), ({"enum": ["a", None]}, "None", None),
+     ("string", "null", "null"), ("string", "None", "None"), ("string", "True", "True"), (None, "null", "null")],
 )  # fmt: skip
 def test_an_argument_between_tags_has_the_type_that_the_tool_takes(kind: object, value: str, read: object) -> None:
     takes = {"properties": {"x": {} if kind is None else kind if isinstance(kind, dict) else {"type": kind}}}
     schema = {"type": "function", "function": {"name": "f", "parameters": takes}}
-    text = f"<tool_call><function=f><parameter=x>{value}</parameter></function></tool_call>"
-    assert parse_tags(text, [schema]) == [ToolCall("f", {"x": read})]
+    for text in between_tags(value):
+        (call,) = parse_written(text, [schema])
+        assert isinstance(call, ToolCall) and call.arguments["x"] == read and type(call.arguments["x"]) is type(read)
 
 
 def test_calls_that_are_only_thought_of_are_not_made() -> None:
