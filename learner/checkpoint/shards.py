@@ -283,8 +283,12 @@ def _owners(optimizer: torch.optim.Optimizer) -> dict[Tensor, torch.optim.Optimi
 
 def _takes(optimizer: torch.optim.Optimizer, names: set[str]) -> bool:
     """Tell whether states of these names are its own; of a user's optimizer, which may tell by `takes`, all are."""
-    takes = getattr(optimizer, "takes", None)
-    return takes(names) if takes is not None else names == _STATES.get(type(optimizer), names)
+    takes, largest = getattr(optimizer, "takes", None), {"max_exp_avg_sq"}
+    if takes is not None:
+        return takes(names)
+    if optimizer.defaults.get("amsgrad") and not largest <= names:
+        return False
+    return names - largest == _STATES.get(type(optimizer), names - largest)
 
 
 def _state_like(reader: ShardReader, key: str, parameter: Tensor) -> Tensor:

@@ -40,6 +40,11 @@ def sign_descent(module, *, lr, power=0.5):
     return SignDescent(list(module.parameters()), {"lr": lr, "power": power})
 
 
+def of_torch(module, *, lr, kind, amsgrad=None):
+    more = {} if amsgrad is None else {"amsgrad": amsgrad}
+    return getattr(torch.optim, kind)(list(module.parameters()), lr=lr, **more)
+
+
 def trained(checkpoint, name, **settings):
     """The policy's weights after three steps on random gradients, the same for every optimizer."""
     policy = load_policy(checkpoint)
@@ -318,6 +323,28 @@ def test_a_run_goes_on_with_another_optimizer_whose_moments_begin_anew(checkpoin
         same = before == after or (before, after) == ("adamw", "adam8bit")
         assert ("moments of another optimizer" in caplog.text) is not same, before
         assert kept(resumed.step()) == expected, before
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "NAdam", "RAdam", "Adagrad", "Adamax", "ASGD", "RMSprop", "Rprop"])
+def test_a_run_with_an_optimizer_of_torch_goes_on_with_all_its_moments(checkpoints, tmp_path, kind, caplog):
+    def start(seed: int = 1, amsgrad: bool | None = True) -> Training:
+        options = {"kind": kind} | ({"amsgrad": amsgrad} if kind in ("AdamW", "Adam") else {})
+        return Training(checkpoints["qwen3"], seed=seed, name=f"{__name__}:of_torch", options=options)
+
+    before = start().step(2)
+    before.save(tmp_path / "one")
+    expected = before.step().state()
+    resumed = start(seed=99)
+    resumed.load(tmp_path / "one")
+    assert equal(resumed.step().state(), expected) and not caplog.text
+    if kind in ("AdamW", "Adam"):
+        start(amsgrad=False).step(2).save(tmp_path / "without")
+        for name, now, anew in (("one", False, False), ("without", True, True)):
+            other = start(seed=99, amsgrad=now)
+            other.load(tmp_path / name)
+            other.step()
+            counts = {float(state["step"]) for state in other.optimizer.state.values()}
+            assert counts == ({1.0} if anew else {3.0}) and ("begin anew" in caplog.text) is anew
 
 
 @pytest.mark.parametrize("width", [96, 64, 576, 896, 4864, 4096, 2560])
