@@ -55,6 +55,8 @@ class EpisodeRunner:
     ) -> None:
         self.load, self.endpoint = load or LoadMeter(), endpoint or Endpoint()
         self.task, self.engine, self.renderer, self.rules = task, engine, renderer, rules
+        if (limit := getattr(engine, "max_tokens", None)) is not None:  # as many as the model has positions
+            self.rules = replace(rules, max_sequence_tokens=limit)
         self.executor, self.instances = EnvExecutor(num_threads, inline), instances or Instances()
         self._calls = inline
         self.num_env_errors = 0

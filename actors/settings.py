@@ -15,6 +15,7 @@ from actors.endpoint.endpoint import Endpoint
 from actors.engines.base import AdapterSpec, EngineSpec
 from actors.render import Renderer
 from actors.trajectory.rules import EpisodeRules
+from streamrl.architectures.positions import num_positions
 from streamrl.config.addresses import key_of
 from streamrl.config.devices import ON_HOST
 from streamrl.config.eval_sets import longest_sequence
@@ -90,7 +91,8 @@ def engine_spec(config: Config, model_dir: Path, tokenizer: object) -> EngineSpe
     device, actors = pick_device(config.actors.device), config.actors
     return EngineSpec(
         model_dir=model_dir, tokenizer=tokenizer, max_num_seqs=actors.num_concurrent,
-        max_tokens=longest_sequence(config), max_new_tokens=config.rollout.train.sampling.max_new_tokens, device=device,
+        max_tokens=longest_sequence(config, num_positions(model_dir)),
+        max_new_tokens=config.rollout.train.sampling.max_new_tokens, device=device,
         dtype=pick_dtype(actors.dtype, device), num_threads=actors.num_threads or None,
         install_policy=INSTALL_POLICY[actors.on_install], options=dict(actors.vllm),
         memory_share=actors.gpu_memory_share, weights=actors.weights,

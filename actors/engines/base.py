@@ -154,7 +154,8 @@ class Engine(Protocol):
     name: str
     max_num_seqs: int  # sequences that run at once
     # May be left out: `returns_sets = True`, `Generation.sets` of top-p, top-k and min-p, which training needs, and
-    # `vocab_size`, below which all ids of a prompt must be; without it that is the tokenizer's length.
+    # `vocab_size`, below which all ids of a prompt must be; without it that is the tokenizer's length; and `max_tokens`
+    # of one sequence.
 
     @property
     def installed(self) -> VersionRef | None: ...

@@ -101,7 +101,8 @@ async def run(source: str, words: Sequence[str], host: str, port: int, key: str 
     policy, sampling = await open_policy(config), eval_sampling(config)
     try:
         rules = episode_rules(config, sampling, trains=False)
-        sessions = served(policy, sampling, rules, longest_sequence(config), key)
+        longest = getattr(policy.engine, "max_tokens", longest_sequence(config))
+        sessions = served(policy, sampling, rules, longest, key)
         try:
             runner, port = await serve(sessions, host.strip("[]"), port, keyless=key is None)
         except OSError as error:

@@ -356,7 +356,7 @@ class Client:
             except PromptTooLongError as error:
                 self.failure = error
                 raise
-        room = min(rules.max_new_tokens, rules.max_tokens - len(read))
+        room = min(rules.max_new_tokens, min(rules.max_tokens, rules.max_sequence_tokens) - len(read))
         if train:
             room = rules.room(self._transcript, read, agent)
         if room < 1:

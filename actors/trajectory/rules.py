@@ -23,6 +23,7 @@ class EpisodeRules:
     max_new_tokens: int
     max_turns: int
     max_tokens: int = 1 << 31  # prompts and everything after them
+    max_sequence_tokens: int = 1 << 31  # of one input and its answer: what the engine has room for
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     step_timeout_s: float = 30.0
@@ -48,7 +49,8 @@ class EpisodeRules:
 
     def room(self, transcript: Transcript, read: Sequence[int], agent: str = "") -> int:
         """New tokens that a turn may have after this input; 0 or less if the trajectory is full."""
-        return min(self.max_new_tokens, self.max_tokens - transcript.num_tokens_with(read, agent))
+        left = self.max_tokens - transcript.num_tokens_with(read, agent)
+        return min(self.max_new_tokens, left, self.max_sequence_tokens - len(read))
 
     def request(
         self, read: Sequence[int], room: int, seed: int, turn: int, sampling: Sampling, stop: tuple[str, ...] = (),

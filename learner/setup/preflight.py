@@ -23,7 +23,7 @@ from learner.hub_client.settings import answer_limit
 from learner.model.config_file import model_config, policy_vocab_size
 from learner.setup.model_hub import find_models
 from streamrl.config.devices import Choice
-from streamrl.config.eval_sets import EvalSet, eval_sets, longest_sequence
+from streamrl.config.eval_sets import EvalSet, eval_sets, first_turn, longest_sequence
 from streamrl.config.load import to_plain
 from streamrl.config.overrides import leaves
 from streamrl.config.rules import SMALLEST_VLLM_CPU_HEAD, largest_eta, largest_max_lag, steps_per_batch, tracker_names
@@ -88,6 +88,7 @@ def check_run(
     template_of_settings(config.data.chat_template)
     task = task_of(config)
     _check_template(config, task, notify)
+    _check_positions(config)
     if not config.launch.debug:  # what is wrong shows in its first episode, in a debugger
         check_task(task, limit_s=config.env.step_timeout_s, notify=notify)
     checked_eval_sets(config, notify=notify)
@@ -138,6 +139,21 @@ def _check_template(config: Config, task: Task, notify: Callable[[str], None]) -
     if read is not None and (text := unread_call(tokenizer, getattr(task, "tools", ())[0], read, template)):
         parser = f"env.tool_use.parser={config.env.tool_use.parser}"
         notify(UNREAD.format(text, parser, "name a function of your own there"))
+
+
+def _check_positions(config: Config) -> None:
+    """Refuse answers that no engine would write: it would say so only once the run has begun. Raises ConfigError."""
+    from streamrl.architectures.positions import num_positions
+
+    if config.policy.tiny.enabled or config.policy.model_path is None:
+        return
+    positions, needed = num_positions(config.policy.model_path), first_turn(config)
+    if positions is not None and needed > positions:
+        raise ConfigError(
+            f"a prompt and an answer may have {needed} tokens, and policy.model_path={config.policy.model_path} has "
+            f"positions for {positions}: lower rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}, or "
+            "max_new_tokens of rollout.train.sampling and rollout.test.sampling"
+        )
 
 
 def has_chat_template(model_dir: Path) -> bool:

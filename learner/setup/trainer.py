@@ -35,6 +35,7 @@ from learner.ranks.mesh import Ranks
 from learner.setup.group_mask import group_mask
 from learner.setup.shadows import make_shadows
 from learner.trainer import Trainer, TrainerSettings
+from streamrl.architectures.positions import num_positions
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.rules import lag_rule, largest_max_lag, soft_max_lag, steps_per_batch
 from streamrl.config.schema import Config, CriticKind, LoraBase, LoraConfig, ReferenceConfig, SkipZeroAdvantage
@@ -158,7 +159,8 @@ def load_networks(
     dtype, lora = compute_dtype(config.policy.dtype, ranks.device), config.policy.lora
     adapt = partial(add_adapter, config=lora, seed=config.run.seed, dtype=dtype) if lora.rank is not None else None
 
-    passes = pass_options(config.learner, max_tokens=longest_sequence(config))
+    longest = longest_sequence(config, num_positions(model_dir))
+    passes = pass_options(config.learner, max_tokens=longest)
 
     def load() -> Policy:
         return load_policy(
@@ -175,7 +177,7 @@ def load_networks(
         log.info("%s", describe(policy, lora, config.policy.optimizer.lr))
     critic = build_critic(
         config.critic, config.advantage.estimator, policy, model_dir, num_steps=config.trainer.num_steps, dtype=dtype,
-        ranks=ranks, max_tokens=longest_sequence(config),
+        ranks=ranks, max_tokens=longest,
     ) if with_critic else None
     networks = Networks(
         policy, make_optimizer(policy, config.policy.optimizer), critic,

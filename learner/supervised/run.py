@@ -53,6 +53,7 @@ from learner.supervised.methods import (
     needs_reference,
 )
 from learner.supervised.records import Encoder, places_of, plain_template, shape_of
+from streamrl.architectures.positions import num_positions
 from streamrl.config.schema import Config, OnBadRecord
 from streamrl.errors import ConfigError, TaskError
 from streamrl.metrics.meter import Meter
@@ -149,8 +150,8 @@ class Run:
         if self.num_empty >= min(MAX_NUM_EMPTY, left * config.rollout.num_prompts_per_step):
             raise TaskError(
                 f"the last {self.num_empty} records leave nothing to train on: their prompts fill the "
-                f"{side_limit(config, self.kind)} tokens that data.max_tokens or learner.max_tokens_per_device allows, "
-                "or are damaged; raise it"
+                f"{side_limit(config, self.kind)} tokens that data.max_tokens, learner.max_tokens_per_device or the "
+                "model's positions allow, or are damaged; raise the least of these"
             )
 
     def rows(self, records: Mixture, places: Sequence[int], what: str) -> list[Trajectory]:
@@ -277,7 +278,7 @@ class Opened:
 def side_limit(config: Config, kind: str) -> int:
     """Most tokens of a conversation, or of each side of a pair, that is trained on.
 
-    Raises ConfigError: a packed row cannot hold what `data.max_tokens` allows.
+    Raises ConfigError: a packed row cannot hold what `data.max_tokens` allows, or the model has fewer positions.
     """
     budget = min(config.learner.max_row_tokens, config.learner.max_inference_row_tokens)
     # Both sides of a pair are packed as one row; a reward model's have a token more each, at which it is read.
@@ -289,6 +290,17 @@ def side_limit(config: Config, kind: str) -> int:
             f"{config.learner.max_tokens_per_device}{'' if kind == 'sft' else ', with both sides of a pair in it'}: "
             "lower the one or raise the other"
         )
+    for setting, path in (("policy", config.policy.model_path), ("reference", config.reference.model_path)):
+        positions = None if path is None else num_positions(path)
+        if positions is None:
+            continue
+        positions -= kind == "train-reward-model"
+        if wanted is not None and wanted > positions:
+            raise ConfigError(
+                f"data.max_tokens={wanted} is more than the {positions} tokens for which {setting}.model_path={path} "
+                "has positions: lower it, or take another model"
+            )
+        room = min(room, positions)
     return room if wanted is None else wanted
 
 
@@ -299,13 +311,13 @@ def check_start(config: Config, kind: str) -> None:
         raise ConfigError(f"streamrl {kind} needs {missing}=...: the model to start from, and a file of records")
     if kind == "train-reward-model" and config.policy.lora.rank is not None:
         raise ConfigError("policy.lora.rank trains an adapter of a policy: leave it out for a reward model")
-    side_limit(config, kind)
     if kind == "dpo":
         check_losses(config.dpo, config.reference)
     config.data.chat_template = template_of_settings(config.data.chat_template)
     models = {"policy.model_path": config.policy, "reference.model_path": config.reference}
     find_models(models, log.info, allow=config.actors.allow)
     check_folders(config, log.info)
+    side_limit(config, kind)
 
 
 def open_records(config: Config, kind: str) -> Opened:

@@ -76,11 +76,22 @@ def splits(config: Config) -> Iterator[tuple[Config, SamplingConfig]]:
             yield one.config, one.sampling
 
 
-def longest_sequence(config: Config) -> int:
-    """Tokens that any sequence of the run may have, prompt and answers; engines make room for them."""
+def longest_sequence(config: Config, positions: int | None = None) -> int:
+    """Tokens that any sequence of the run may have, prompt and answers; engines make room for them.
+
+    Args:
+        positions: those of the model, where known: turns after the first have what these leave.
+    """
     lengths = [(one.env.max_turns, sampling.max_new_tokens) for one, sampling in splits(config)]
     longest = config.rollout.max_prompt_tokens + max(turns * new_tokens for turns, new_tokens in lengths)
-    return max(longest, config.learner.max_row_tokens) if any(turns > 1 for turns, _ in lengths) else longest
+    if any(turns > 1 for turns, _ in lengths):
+        longest = max(longest, config.learner.max_row_tokens)
+    return longest if positions is None else min(longest, max(positions, first_turn(config)))
+
+
+def first_turn(config: Config) -> int:
+    """Tokens of the longest prompt and the longest answer to it: a model needs positions for these."""
+    return config.rollout.max_prompt_tokens + max(sampling.max_new_tokens for _, sampling in splits(config))
 
 
 def _named(config: Config, name: str, given: Any) -> EvalSet:

@@ -40,7 +40,7 @@ class DataConfig:
     """Field of the worse answer of a pair."""
     max_tokens: PositiveInt | None = None
     """Most tokens of a record of `streamrl sft`, and of each answer of a pair with its prompt; longer ones are cut.
-    Null is all that `learner.max_tokens_per_device` holds, for a pair half of it a side."""
+    Null is all that `learner.max_tokens_per_device` and the positions hold, for a pair half of it a side."""
     train_roles: list[str] = field(default_factory=lambda: ["assistant"])
     """Whose messages `streamrl sft` trains on: assistant, tool, user, system; [tool] learns what tools return."""
     on_bad_record: OnBadRecord = OnBadRecord.error

@@ -514,6 +514,33 @@ def test_records_have_a_length_of_their_own_of_which_several_fit_the_budget(mode
         rows(max_tokens=65)
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo", "train-reward-model"])
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen3"])
+def test_a_record_is_no_longer_than_the_positions_of_the_model(model_dir, tmp_path, kind, model_type):
+    """GPT-2 has no embedding beyond them, and rotary ones were never trained there."""
+    tokenizer = load_tokenizer(model_dir)
+    kwargs = dict(vocab_size=len(tokenizer), max_position_embeddings=24, hidden_size=16, num_attention_heads=2,
+                  num_hidden_layers=1, num_key_value_heads=2, head_dim=8, intermediate_size=16,
+                  eos_token_id=tokenizer.eos_token_id, pad_token_id=0)  # fmt: skip
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **kwargs)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    record = {"prompt": "a" * 4, "completion": "b" * 70, "chosen": "b" * 70, "rejected": "c" * 70}
+    words = [f"policy.model_path={tmp_path}", "learner.max_tokens_per_device=256", "rollout.max_prompt_tokens=32",
+             "rollout.train.sampling.max_new_tokens=32"]  # fmt: skip
+
+    def method_of(*more):
+        config = load_config([*words, *more])
+        return make_method(config, kind, Opened(tmp_path, None, Encoder(tmp_path, config.data)), ResumeState("run"),
+                           Ranks())[0]  # fmt: skip
+
+    method = method_of()
+    (micro,) = pack([method.row(0, record)], 256)
+    assert int(micro.positions.max()) == 22  # nothing is predicted from the last token
+    method.loss(micro)[0].backward()
+    with pytest.raises(ConfigError, match=f"data.max_tokens=25 is more than the {24 - (kind[0] == 't')} tokens"):
+        method_of("data.max_tokens=25")
+
+
 def test_a_pair_of_which_one_side_has_nothing_to_train_on_is_left_out():
     ids, mask = np.arange(3, dtype=np.int32), np.array([False, True, True])
     assert row_of(0, [(ids, mask), (ids, np.zeros(3, bool))]) is None
