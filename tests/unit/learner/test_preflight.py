@@ -363,7 +363,7 @@ def test_every_engine_that_the_rule_knows_can_be_made(name):
 
 @pytest.mark.parametrize("kept_in", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
 def test_a_model_without_a_chat_template_is_told_unless_that_is_meant(tmp_path, kept_in):
-    make_tiny_model(tmp_path / "m", characters="abcdefghij0123456789 =+?")
+    make_tiny_model(tmp_path / "m", characters="abcdefghij0123456789 =+?", max_positions=512)
     settings = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(settings))
