@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -144,18 +145,20 @@ class Renderer:
 
         The model's words are known without the end of its turn and without special tokens. If the turn ended with one
         of these (`last_token`) and the text, which cannot tell, writes it again, it stands once, also where the
-        template writes a space or other special tokens before it. One that the model did not reach comes with the text.
+        template writes a space or other special tokens before it, or another end than the model chose (Llama 3.1's
+        <|eom_id|>, gpt-oss's <|return|>). One that the model did not reach comes with the text.
         """
         if last_token not in self._end_ids and last_token not in self.tokenizer.all_special_ids:
             return self.encode(text)
         ids, end = self.encode(text), self.whole_text([last_token])
         if ids and ids[0] == last_token:
             return ids[1:]
-        before = ""
+        before, ends = "", re.escape(end)
         if last_token in self._end_ids:
             others = "|".join(map(re.escape, self._special))
             before = rf"\s*(?:{others})*?"
-        again = re.match(before + re.escape(end), text)
+            ends = "|".join(map(re.escape, filter(None, (end, self._closing))))
+        again = re.match(f"{before}(?:{ends})", text)
         if not end or again is None:
             return ids
         return self.encode(text[again.end() :])
@@ -174,6 +177,17 @@ class Renderer:
         except Exception:  # a template raises what it likes
             return False
 
+    @cached_property
+    def _closing(self) -> str:
+        """The special token with which the template closes a message of either side; empty if it has none."""
+        try:
+            own = {} if self._given_template is None else {"chat_template": self._given_template}
+            asked = rendered(self.tokenizer, [{"role": "user", "content": "?"}], **own)
+            texts = [asked.rpartition("?")[2].lstrip(), self.more_text([ChatMessage("user", "?")]).lstrip()]
+        except Exception:  # a template raises what it likes
+            return ""
+        return next((one for one in self._special if one and all(text.startswith(one) for text in texts)), "")
+
     def _begins_with_special(self, text: str) -> bool:
         return text.lstrip().startswith(self._special)
 
@@ -184,21 +198,26 @@ class Renderer:
         special = [token.content for number, token in added if token.special or number in self._end_ids]
         return tuple({*special, *self.tokenizer.all_special_tokens})
 
-    def more_text(self, messages: Sequence[ChatMessage]) -> str:
+    def more_text(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> str:
         """The environment's messages as text, between the end of the model's turn and its next one.
+
+        A template that shows `tools` beside the last message of a user is not asked to show them again.
 
         Raises:
             TaskError: the template does not repeat the model's answer, so that there is no "between".
         """
         if not self.chat:
             return "\n".join(map(plain_text, messages))
+        turn = [ChatMessage("user", "?"), ChatMessage("assistant", _ANSWER), *messages]
+        chosen = tools if self._chosen_by_tools else ()
         try:
-            whole = self._template([ChatMessage("user", "?"), ChatMessage("assistant", _ANSWER), *messages])
-        except TaskError:
+            whole = self._template(turn, chosen)
+        except (TaskError, TypeError):
             calls = [_call_of(one) for one in messages if one.role == "tool"]
-            if not calls:
-                raise
-            return self._after_calls(calls, messages)
+            with suppress(TaskError, TemplateError, TypeError):
+                if calls:
+                    return self._after_calls(calls, messages, chosen)
+            whole = self._template(turn, tools)  # Hermes 2's goes through the tools, also where none are given
         _, found, after = whole.partition(_ANSWER)
         if not found:
             raise TaskError(
@@ -207,12 +226,19 @@ class Renderer:
             )
         return after
 
-    def _after_calls(self, calls: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage]) -> str:
+    @property
+    def _chosen_by_tools(self) -> bool:
+        """Whether a conversation with tools has a template of its own."""
+        return self._given_template is None and isinstance(self.tokenizer.chat_template, dict)
+
+    def _after_calls(
+        self, calls: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage], tools: Tools
+    ) -> str:
         """The text after a turn of the model, in a template that writes results only after calls."""
         opening = [ChatMessage("user", "?"), ChatMessage("assistant", "", {"tool_calls": list(calls)})]
         own = {} if self._given_template is None else {"chat_template": self._given_template}
-        before = rendered(self.tokenizer, template_forms(opening, self.template), **own)
-        whole = self._template([*opening, *messages])
+        before = rendered(self.tokenizer, template_forms(opening, self.template), tools, **own)
+        whole = self._template([*opening, *messages], tools)
         shared = os.path.commonprefix([before, whole]).rstrip()
         while shared.endswith(self._ends):  # the model's turn may lack its end
             shared = shared[: -max(len(end) for end in self._ends if shared.endswith(end))].rstrip()

@@ -76,7 +76,7 @@ class Conversation:
             self._messages = None
             self._follow(step.text)
         elif self._append or self._messages is None or not self._renderer.chat:
-            self._follow(self._renderer.more_text(step.messages))
+            self._follow(self._renderer.more_text(step.messages, self._tools))
         else:
             self._messages += [ChatMessage("assistant", self._said), *step.messages]
             self.read(self._renderer.input_text(self._messages, self._tools), TEMPLATE)

@@ -269,3 +269,60 @@ def test_an_agent_that_sends_the_call_and_its_result_back_continues_the_sequence
         assert "7" in seen[0]
 
     run(work)
+
+
+HERMES2 = (
+    "<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>\n{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}"
+    "{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = HERMES2.replace("{% for t in tools %}{{ t | tojson }}{% endfor %}", "").replace("tool_response>", "user>")
+
+
+@pytest.mark.parametrize("append", [True, False])
+@pytest.mark.parametrize("template", [HERMES2, {"default": PLAIN, "tool_use": HERMES2}], ids=["one", "chosen by tools"])
+@pytest.mark.parametrize("more", [RESULT, ChatMessage("user", "Sure?")])
+def test_what_follows_is_written_by_the_template_that_conversations_with_tools_have(template, append, more):
+    tokenizer = tool_tokenizer("qwen")
+    tokenizer.chat_template = template
+    renderer = Renderer(tokenizer)
+    talk = conversation(renderer, append=append)
+    said = '<tool_call>{"name": "calculator", "arguments": {"expression": "3+4"}}</tool_call>'
+
+    talk.hear(renderer.encode(f"{said}<|im_end|>"))
+    talk.answer(Step(0.0, done=False, messages=[more]))
+
+    messages = [{"role": "user", "content": "3+4?"}, {"role": "assistant", "content": said}, more.as_dict()]
+    whole = tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    assert renderer.whole_text(talk.ids) == whole
+
+
+@pytest.mark.parametrize("append", [True, False])
+@pytest.mark.parametrize(
+    ("template", "closing", "ends"),
+    [(tool_tokenizer("llama-3.1").chat_template, "<|eot_id|>", ["<|eom_id|>", "<|eot_id|>"]),
+     (HARMONY, "<|end|>", ["<|return|>", "<|call|>"]), (GEMMA, "<turn|>", ["<eos>", "<turn|>"]),
+     (HERMES2.replace("in tools", "in tools or []"), "<|im_end|>", ["<|endoftext|>", "<|im_end|>"])],
+    ids=["llama-3.1", "gpt-oss", "gemma-4", "chatml"],
+)  # fmt: skip
+def test_a_turn_ends_once_whichever_end_the_model_chose(template, closing, ends, append):
+    tokenizer = tool_tokenizer("qwen")
+    tokenizer.chat_template = template
+    special = sorted({*re.findall(r"<\|?\w+\|?>", template + "".join(ends)), *FAMILIES["gpt-oss"][1]})
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    renderer = Renderer(tokenizer, end_ids=tokenizer.convert_tokens_to_ids(ends))
+    messages = [("user", "3+4?"), ("assistant", "It is 7."), ("user", "Sure?")]
+    whole = tokenizer.apply_chat_template(
+        [{"role": role, "content": text} for role, text in messages], tools=TOOLS, tokenize=False,
+        add_generation_prompt=True,
+    )
+    for end in ends:
+        talk = conversation(renderer, append=append)
+        begun = whole.removeprefix(talk.text).partition("It is 7.")[0]
+        talk.hear(renderer.encode(f"{begun}It is 7.{end}"))
+
+        talk.answer(Step(0.0, done=False, messages=[ChatMessage("user", "Sure?")]))
+
+        follows = whole.partition("It is 7.")[2]
+        assert follows.startswith(closing)
+        assert renderer.whole_text(talk.ids).rpartition("It is 7.")[2] == end + follows.removeprefix(closing)
