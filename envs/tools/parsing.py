@@ -214,6 +214,7 @@ def _of_family(text: str, tools: Described) -> Calls:
 
 
 def _first_begun(text: str, tools: Described, forms: Forms) -> Calls:
+    text = text.lstrip()
     found = [(begun.start(), parse) for parse, begins in forms.items() if (begun := begins.search(text))]
     ordered = [parse for _, parse in sorted(found, key=lambda one: one[0])]
     return next((calls for parse in ordered if (calls := parse(text, tools))), [])
@@ -413,12 +414,12 @@ def _from_arguments(name: str, arguments: Any) -> ToolCall | BadCall:
 
 
 _FORMS_OF_JSON: Forms = {
-    _listed: re.compile(rf"\A\s*[\[{{]|{_LISTED.pattern}"),
+    _listed: re.compile(rf"\A[\[{{]|{_LISTED.pattern}"),
     _functions: _FUNCTIONS,
 }
 _FORMS: Forms = {
     parse_tags: re.compile(_TAG),
     parse_marks: _MARKED,
-    parse_python: re.compile(rf"\A\s*{_PYTHON.pattern}|{'|'.join(map(re.escape, _PYTHON_MARKS))}"),
+    parse_python: re.compile(rf"\A{_PYTHON.pattern}|{'|'.join(map(re.escape, _PYTHON_MARKS))}"),
     **_FORMS_OF_JSON,
 }

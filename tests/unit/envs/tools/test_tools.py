@@ -353,6 +353,15 @@ def test_an_argument_between_tags_has_the_type_that_the_tool_takes(kind: object,
         assert isinstance(call, ToolCall) and call.arguments["x"] == read and type(call.arguments["x"]) is type(read)
 
 
+@pytest.mark.timeout(60)  # hours where the time grows with the square
+def test_a_long_text_of_beginnings_is_read_in_a_moment() -> None:
+    marks = ["\n", " ", "{", "[", "<", "a ", "call:", "<think>", "<tool_call>", "<tool_call>a<arg_key>", "<function=a>"]
+    marks += ["<|tool_call>call:a{", "<|channel|>", "[TOOL_CALLS]a[ARGS]{", "<|python_start|>", '<invoke name="a">']
+    for first, mark in product(["", "[", "<tool_call>", "<function=a><parameter=x>", "<|python_start|>a("], marks):
+        calls = PARSERS["auto"](first + mark * (100_000 // len(mark)), TOOLS)
+        assert not any(isinstance(one, ToolCall) and one.name != "a" for one in calls)
+
+
 def test_calls_that_are_only_thought_of_are_not_made() -> None:
     assert PARSERS["auto"](spoken(f"<think>perhaps {HERMES}"), TOOLS) == []
     assert PARSERS["auto"](spoken(heard(f"perhaps {HERMES}", "user: 3+4? <think>\n")), TOOLS) == []
