@@ -142,18 +142,23 @@ def _check_template(config: Config, task: Task, notify: Callable[[str], None]) -
 
 
 def _check_positions(config: Config) -> None:
-    """Refuse answers that no engine would write: it would say so only once the run has begun. Raises ConfigError."""
+    """Refuse answers for which a model of the run has no positions: it would show once the run has begun.
+
+    Raises ConfigError.
+    """
     from streamrl.architectures.positions import num_positions
 
-    if config.policy.tiny.enabled or config.policy.model_path is None:
-        return
-    positions, needed = num_positions(config.policy.model_path), first_turn(config)
-    if positions is not None and needed > positions:
-        raise ConfigError(
-            f"a prompt and an answer may have {needed} tokens, and policy.model_path={config.policy.model_path} has "
-            f"positions for {positions}: lower rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}, or "
-            "max_new_tokens of rollout.train.sampling and rollout.test.sampling"
-        )
+    needed, models = first_turn(config), _folders(config)
+    if config.distill.teacher is not None and Path(config.distill.teacher).is_dir():
+        models["distill.teacher"] = config.distill.teacher
+    for setting, path in models.items():
+        positions = num_positions(path)
+        if positions is not None and needed > positions:
+            raise ConfigError(
+                f"a prompt and an answer may have {needed} tokens, and {setting}={path} has positions for {positions}: "
+                f"lower rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}, or max_new_tokens of "
+                "rollout.train.sampling and rollout.test.sampling"
+            )
 
 
 def has_chat_template(model_dir: Path) -> bool:

@@ -90,3 +90,7 @@ def test_a_launch_refuses_an_answer_that_has_no_positions(model_dir, tmp_path):
     with pytest.raises(ConfigError, match="may have 49 tokens, .* positions for 48: lower rollout.max_prompt_tokens="):
         check_run(settings(model_dir, *own, "rollout.max_prompt_tokens=41"))
     check_run(settings(model_dir, *own, "rollout.max_prompt_tokens=40", "env.max_turns=8"))
+    whole = make_tiny_model(tmp_path / "m", characters="abcdefgh ", hidden_size=16, num_heads=2)
+    for word in ("reference.model_path", "distill.teacher"):
+        with pytest.raises(ConfigError, match=f"{word}=.* has positions for 48"):
+            check_run(settings(whole, *own, "rollout.max_prompt_tokens=41", f"{word}={model_dir}", "kl.mode=k2_is"))
