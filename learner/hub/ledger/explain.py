@@ -40,7 +40,7 @@ class Explanations(Part):
     def _idle_reason(self) -> str:
         if self.lag.num_free > 0:
             return f"{self.lag.num_free} more may be leased; {self._connected()}"
-        if self.settings.num_groups_total is not None and self.lag.capacity == self.settings.num_groups_total:
+        if self.lag.capacity == self.lag.num_groups_total:
             return f"all {self.lag.capacity} groups of the run are trained or held: the run is over"
         return f"the lead of {self.lag.rule.eta} batches is used up until the next optimizer step"
 
@@ -80,7 +80,7 @@ class Explanations(Part):
             return "itself: it offers no free slot (an install, or an outbox that only a checkpoint empties)"
         ready = self.groups.in_state(GroupState.READY)
         if not ready and self.lag.num_free <= 0:
-            if self.lag.capacity == self.settings.num_groups_total:
+            if self.lag.capacity == self.lag.num_groups_total:
                 return "nothing: every group of the run is trained, held or with another actor"
             return f"the learner: the lead of {self.lag.rule.eta} batches is used up until its next step"
         rank = self.groups.rank(ready[0].group_id) if ready else self.groups.num_live()

@@ -143,6 +143,7 @@ class Ledger(State):
         if loaded is not None:
             load_snapshot(ledger, loaded)
         apply_log(ledger, records, 1 if loaded is None else loaded.next_sequence)
+        ledger.lag.count_on(len(batch) for _, batch in ledger.in_flight)
         lifecycle = ledger.lifecycle
         for record in ledger.groups.in_state(GroupState.READY):
             if not lifecycle.missing(record):  # the log ends between its last members and what became of it

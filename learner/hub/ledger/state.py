@@ -107,7 +107,8 @@ class State:
 
     def sampling_of(self, group_id: int) -> Sampling:
         """The sampling that a training group is leased with, however often that is."""
-        return self.settings.sampling_rule.of_group(self.sampling, group_id // self.settings.lag.groups_per_batch)
+        number = max(0, group_id - self.lag.ahead)
+        return self.settings.sampling_rule.of_group(self.sampling, number // self.settings.lag.groups_per_batch)
 
 
 class Part:

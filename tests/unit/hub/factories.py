@@ -275,13 +275,15 @@ def sync(ledger: Ledger) -> None:
 
 
 def restart(
-    ledger: Ledger, state: bytes | None, *, upto: int | None = None, equal: bool = False, publishes: bool = True
+    ledger: Ledger, state: bytes | None, *, upto: int | None = None, equal: bool = False, publishes: bool = True,
+    changed: LedgerSettings | None = None,
 ) -> Ledger:
     """The learner died; its successor starts from this checkpoint, and from as much of the log as the disk has.
 
     Args:
         upto: the last record that it has; None is the end of what the checkpoint knows.
         equal: what was trained again gave the same weights: the epoch goes on.
+        changed: the settings that it starts with, in place of the same.
     """
     if upto is None:
         upto = 0 if state is None else read_snapshot(state).next_sequence - 1
@@ -293,7 +295,7 @@ def restart(
     lineage = (*cut_lineage(before.lineage[:-1], reached), own)
     arguments = ledger_arguments(learner_epoch=epoch, lineage=lineage, keep_group=ledger.lifecycle.keep_group)
     successor = type(ledger).restore(  # type: ignore[arg-type]
-        state, ledger.settings, records=lambda first: [one for one in log if one[0] >= first],
+        state, changed or ledger.settings, records=lambda first: [one for one in log if one[0] >= first],
         **arguments,
     )
     _LOGS[successor] = log

@@ -98,6 +98,13 @@ class LagBounds:
         self._masks_old_tokens = settings.mode == "mask_old_tokens"
         self._lowered: list[tuple[int, int]] = []  # (bound that was lowered, version up to which it may still bind)
         self._drawn_before = 0  # live groups when eta was lowered: the only ones that may exceed capacity
+        self.ahead = 0
+        """Groups trained by now beyond what as many batches of today's size hold; below 0 where they were smaller."""
+
+    def count_on(self, in_flight: Iterable[int]) -> None:
+        """Go on from the batches that were trained, whose size, as that of those in flight, may have been another."""
+        size, num_batches = self.rule.groups_per_batch, self._versions.current // self.rule.steps_per_batch
+        self.ahead = self._groups.num_trained - num_batches * size + sum(num - size for num in in_flight)
 
     def set_bounds(self, eta: int, max_lag: int) -> None:
         """Move the lead and the bound of a running hub.
@@ -128,8 +135,13 @@ class LagBounds:
     @property
     def capacity(self) -> int:
         """Groups that may be drawn and not dropped, trained ones included."""
-        by_lead, total = self.rule.capacity(self._groups.num_trained), self._num_groups_total
+        by_lead, total = self.rule.capacity(self._groups.num_trained), self.num_groups_total
         return by_lead if total is None else min(by_lead, total)
+
+    @property
+    def num_groups_total(self) -> int | None:
+        """Groups that the whole run trains, those of earlier batches as many as they were; None is no end."""
+        return None if self._num_groups_total is None else self._num_groups_total + self.ahead
 
     @property
     def num_free(self) -> int:
@@ -139,13 +151,13 @@ class LagBounds:
     @property
     def num_to_cut(self) -> int:
         """Groups that must be held before a batch is cut."""
-        total, num_cut = self._num_groups_total, self._groups.num_trained + self._groups.num(GroupState.IN_BATCH)
+        total, num_cut = self.num_groups_total, self._groups.num_trained + self._groups.num(GroupState.IN_BATCH)
         return self.rule.num_to_cut(None if total is None else total - num_cut)
 
     def may_grant(self, rank: int, installed: int) -> bool:
         """Return whether a group of this rank may go to an actor with this version installed."""
         # A version may be installed before its batch is reported as trained: until then it counts as the one before.
-        return self.rule.may_grant(rank, min(installed, self._versions.current))
+        return self.rule.may_grant(rank - self.ahead, min(installed, self._versions.current))
 
     def of(self, record: GroupRecord) -> int:
         """The largest lag at which this group may be trained now."""

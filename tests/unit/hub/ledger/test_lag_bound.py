@@ -12,7 +12,17 @@ import pytest
 from learner.hub.ledger.ledger import Ledger
 from learner.hub.ledger.tables.groups import GroupRecord, GroupState
 from streamrl.messages import VersionRef
-from tests.unit.hub.factories import end_batch, joined, make_ledger, one_actor, publish, settings, train
+from tests.unit.hub.factories import (
+    end_batch,
+    joined,
+    log_of,
+    make_ledger,
+    one_actor,
+    publish,
+    restart,
+    settings,
+    train,
+)
 from tests.unit.hub.simulator import World, derived_bound
 
 CASES = [
@@ -186,6 +196,46 @@ def test_a_forced_lag_holds_the_last_batches_back_no_longer_than_there_are_group
         actor.finish(lease)
 
     assert [train(ledger), train(ledger), train(ledger)] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_batches_of_another_size_are_trained_to_the_end_of_a_resumed_run_within_the_same_bound():
+    for number in range(40):
+        rng = Random(f"size/{number}")
+        before, after = rng.sample(range(1, 9), 2)
+        eta, num, more, from_log = rng.randrange(4), rng.randrange(1, 12), rng.randrange(1, 12), number % 2 == 1
+
+        def sized(groups: int, steps: int, eta: int = eta) -> dict[str, int]:
+            return {
+                "groups_per_batch": groups, "num_groups_total": groups * steps, "group_size": 1, "eta": eta,
+                "window": 0, "max_lag": eta,
+            }
+
+        ledger, actor, leases = one_actor(slots=64, **sized(before, 99))
+        state = ledger.freeze(0)
+        for _ in range(num):
+            for lease in leases:
+                actor.finish(lease)
+            train(ledger)
+            actor.install(ledger.version)
+            leases = actor.ask() if ledger.version < num else []  # no lease is lost, which others would wait for
+        if not from_log:
+            state = ledger.freeze(num)
+        upto = log_of(ledger)[-1][0]
+        ledger = restart(ledger, state, upto=upto, changed=settings(**sized(after, num + more)))
+        actor = joined(ledger, "a2", slots=64, ref=ledger.versions.ref)
+        for _ in range(more):
+            for _ in range(2):  # what is held from larger batches may have become too old by the cut
+                for lease in actor.ask():
+                    actor.finish(lease)
+                if batch := ledger.cut_batch(ledger.version):
+                    break
+            assert batch, (ledger.wait_reason(0.0), before, after, eta, num, more)
+            end_batch(ledger, ledger.version + 1)
+            publish(ledger, VersionRef(ledger.versions.learner_epoch, ledger.version))
+            actor.install(ledger.version, epoch=ledger.versions.ref.learner_epoch)
+        assert ledger.version == num + more
+        if before < after:  # else more may have been drawn than is left to train, some of it too old by then
+            assert not actor.ask() and ledger.counts["num_groups_stale"] == 0, (before, after, eta, num, more)
 
 
 def walk_with_a_moving_lead(
