@@ -32,14 +32,15 @@ def finish(run: Run, *, completed: bool) -> None:
         run.evaluations.start(run.version, wait=True)
     if run.ranks.rank != 0:
         return
-    run.samples.close()
     assert run.recorder is not None and run.hub_process is not None
-    run.recorder.samples(run.step, run.samples.take(), last=True)
-    run.hub.poll()
     run.hub.refresh_status()
     stopped = "" if completed else f"stopped: {run.stop.reason or run.hub.halted}"
     run.hub.shutdown(stopped or "the run is finished", finished=completed)
     run.hub_process.wait(timeout_s=run.config.run.shutdown_s)
+    run.hub.poll()
+    run.evaluations.take()  # one that ended while the run was stopped is in the log, too
+    run.samples.close()
+    run.recorder.samples(run.step, run.samples.take(), last=True)
     summary = run.recorder.close(
         run.step, run.hub.status, version=run.version, epoch=run.learner_epoch, stopped=stopped,
     )

@@ -160,13 +160,17 @@ def _row(found: Compared, step: StepTaken, plan: Sequence[PlanRow], row: Mapping
 
 
 def _evaluations(found: Compared, run_dir: Path) -> None:
-    logged = {
-        (one.dataset, one.version): one
-        for _, one in read_records(run_dir, complete_from=ANYWHERE) if isinstance(one, Evaluated)
-    }
+    logged, late = dict[tuple[str, int], Evaluated](), set[tuple[str, int]]()
+    for _, one in read_records(run_dir, complete_from=ANYWHERE):
+        if isinstance(one, Evaluated):
+            logged[one.dataset, one.version] = one
+            late.add((one.dataset, one.version))
+        elif isinstance(one, StepTaken):
+            late.clear()
     for _, line in read_lines(run_dir / "evaluations.jsonl", json.loads):
         name = f"evaluations.jsonl, version {line['version']}" + (f" on {line['dataset']}" if line["dataset"] else "")
         one = logged.get((line["dataset"], line["version"]))
+        late.discard((line["dataset"], line["version"]))
         if one is not None:
             found.expect(name, "score", line["score"], one.score)
             found.num_evaluations += 1
@@ -174,6 +178,9 @@ def _evaluations(found: Compared, run_dir: Path) -> None:
         one = logged.get(("", int(row.get("eval/version", -1))))
         if one is not None and "eval/score" in row:
             found.expect(f"metrics.jsonl, step {row['step']}", "eval/score", row["eval/score"], one.score)
-    summary, own = read_object(run_dir / "summary.json"), sorted(version for name, version in logged if not name)
+    summary = read_object(run_dir / "summary.json")
+    # A learner that was killed has not heard what its hub noted last; one that reached its end has.
+    unheard = late if summary.get("stopped") or summary.get("failed") else set()
+    own = sorted(version for name, version in logged.keys() - unheard if not name)
     if own and "eval_score_last" in summary:
         found.expect("summary.json", "eval_score_last", summary["eval_score_last"], logged["", own[-1]].score)
