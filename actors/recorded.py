@@ -29,6 +29,7 @@ from envs.registry import task_of
 from envs.rewards.services import MODEL_PART
 from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE, exit_at_once, parsed, parser_of, say, status_of
 from streamrl.config.load import load_run_config
+from streamrl.config.overrides import leaves
 from streamrl.environment import HasSetUp, Task
 from streamrl.errors import EngineError, WireError
 from streamrl.messages import TO_HUB, Group, Member, MemberStatus, Sampling, Turn, VersionRef
@@ -39,6 +40,9 @@ from streamrl.run_dirs import find_run_dir
 from streamrl.stream.history import MAX_FRAME_BYTES, History
 from streamrl.stream.records import GroupArrived
 
+OF_TASK = ("env.", "data.", "reward.")
+NO_REWARD = ("env.step_timeout_s", "env.num_threads", "env.num_max_instances", "data.shuffle", "data.weights")
+"""Of these sections, without a say in what an answer earns."""
 ROUNDING, DEVICE = 1e-4, 0.3
 """How far scores of a reward model differ, of their size: by the rest of a batch, by bfloat16 and float32."""
 
@@ -111,10 +115,14 @@ class RewardCheck:
         self._task, self._runner = task, runner
         self._decoder = Decoder(TO_HUB, MAX_FRAME_BYTES)
 
-    async def check(self, arrivals: Sequence[GroupArrived]) -> Checked:
-        """The members of these groups, those of a group side by side as they were generated."""
+    async def check(self, arrivals: Sequence[GroupArrived], changed: Sequence[str] = ()) -> Checked:
+        """The members of these groups, those of a group side by side as they were generated.
+
+        Args:
+            changed: for each, the settings of its task that a resume has replaced since then.
+        """
         checked = Checked()
-        for arrived in arrivals:
+        for arrived, other in zip(arrivals, changed or [""] * len(arrivals), strict=True):
             try:
                 group = self._decoder.decode(arrived.frame)
             except WireError as error:
@@ -123,6 +131,10 @@ class RewardCheck:
             assert isinstance(group, Group)
             members = [one for one in group.members if one.status != MemberStatus.ABORTED]
             whose = f"of {arrived.actor_id}, prompt {arrived.prompt_index}"
+            if other:
+                name = f"group {group.group_id} member"
+                checked.unchecked += [f"{name} {one.index} {whose}: a resume has changed {other}" for one in members]
+                continue
             index = arrived.prompt_index % self._task.num_records("train")
             record = json.dumps(dict(self._task.record("train", index)))  # as it was leased
             together = GroupStep([one.index for one in members])
@@ -177,7 +189,9 @@ async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: i
     config = load_run_config(run_dir, words)
     history = History.read(run_dir)
     batches = history.trained(first, last)
-    task, total = task_of(config), Checked()
+    task, total, changes = task_of(config), Checked(), _changes(history)
+    if not as_json and any(word.startswith(OF_TASK) for word in words):
+        changes = {}  # the question is what another task says of all answers
     tell(f"{run_dir}: the rewards of {len(batches)} batches, from version {batches[0].cut.version} on")
     if isinstance(task, HasSetUp):
         await asyncio.to_thread(task.set_up)
@@ -191,7 +205,8 @@ async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: i
         )
         check = RewardCheck(task, runner)
         for number, one in enumerate(batches, start=1):
-            found = await check.check(history.arrivals(one))
+            changed = [next((changes[at] for at in reversed(changes) if at < frame), "") for frame in one.cut.frames]
+            found = await check.check(history.arrivals(one), changed)
             total.add(found)
             for line in _lines(f"batch {number} of {len(batches)}  version {one.cut.version}", found):
                 tell(printable(line))
@@ -205,6 +220,23 @@ async def check_rewards(run_dir: Path, words: Sequence[str], first: int, last: i
         f"; {len(total.unchecked)} answers cannot be checked" if total.unchecked else ""
     ))
     return DIFFERS if total.differing else NOT_COMPARABLE if total.unchecked else EQUAL
+
+
+def _rewards(key: str) -> bool:
+    return key.startswith(OF_TASK) and key not in NO_REWARD
+
+
+def _changes(history: History) -> dict[int, str]:
+    """The settings of the task that the last start of a run has not any more, by the record of each start."""
+    starts = [
+        {key: value for key, value in leaves(json.loads(one.settings)) if _rewards(key)}
+        for one in history.starts
+    ]
+    last = starts[-1] if starts else {}
+    return {
+        record: ", ".join(sorted(key for key in then | last if then.get(key, OF_TASK) != last.get(key, OF_TASK)))
+        for record, then in zip(history.begun, starts, strict=True)
+    }
 
 
 _NO_MEMBER = Member(0, MemberStatus.ABORTED, b"", b"", b"", (), (), (), 0.0, {}, "")
