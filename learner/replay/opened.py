@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,7 +35,8 @@ from learner.setup.trainer import load_trainer, make_staleness
 from learner.sources.log import LogSource
 from learner.trainer import Trainer
 from streamrl.commands import say
-from streamrl.config.load import load_run_config
+from streamrl.config.load import load_run_config, settings_then, to_plain
+from streamrl.config.overrides import leaves, read_files
 from streamrl.config.schema import Config
 from streamrl.errors import ControlError
 from streamrl.parent_watch import program
@@ -49,6 +54,8 @@ class OpenedRun:
     Attributes:
         version: of the trainer now; it moves as it trains.
         history: all of the log that is there.
+        settings: those of its starts, by the version from which on they trained; empty: `config` holds for all.
+        since: the one of these versions whose settings hold now.
     """
 
     run_dir: Path
@@ -59,6 +66,8 @@ class OpenedRun:
     trainer: Trainer
     staleness: StalenessControl
     adapter: AdapterOf | None = None
+    settings: Mapping[int, Config] = field(default_factory=dict)
+    since: int = 0
 
     @property
     def version(self) -> int:
@@ -84,6 +93,17 @@ class OpenedRun:
         Args:
             on_planned: called with the plan of each batch before it is trained.
         """
+        for change in sorted(self.settings):
+            if change > self.since and (upto is None or change < upto):
+                yield from self._train(change, compare, without, on_planned)
+                if self.version >= change:
+                    self._change(change)
+        yield from self._train(upto, compare, without, on_planned)
+
+    def _train(
+        self, upto: int | None, compare: bool, without: frozenset[int],
+        on_planned: Callable[[BatchPlan, StepStatistics], None] | None,
+    ) -> Iterator[Retrained]:
         history = replace(self.history, batches=self.batches(upto=upto))
         source = LogSource(
             history, self.ranks, vocab_size=self.vocab_size, max_tokens=self.trainer.settings.max_tokens,
@@ -95,6 +115,26 @@ class OpenedRun:
                 self.trainer, source, steering, published=self.history.published if compare else {}, digests=digests,
                 on_planned=on_planned,
             )
+
+    def _change(self, since: int) -> None:
+        """Go on as a start of the run with other settings did, from a checkpoint."""
+        ranks, folder = self.ranks, b""
+        if ranks.rank == 0:
+            folder = tempfile.mkdtemp(prefix="streamrl-").encode()
+        where = Path(ranks.bytes_from_rank_zero(folder).decode())
+        try:
+            saved = self.save(where)
+            config = deepcopy(self.settings[since])
+            del self.trainer, self.adapter  # before the next one's networks are made
+            gc.collect()
+            other = open_run(self.run_dir, config=config, begin=saved, ranks=ranks)
+            ranks.barrier()
+        finally:
+            if ranks.rank == 0:
+                shutil.rmtree(where, ignore_errors=True)
+        self.config, self.trainer, self.staleness, self.adapter, self.since = (
+            other.config, other.trainer, other.staleness, other.adapter, since
+        )
 
     def difference(self) -> str | None:
         """The difference to the weights that the run published as this version, "" if none; None: it did not."""
@@ -134,33 +174,55 @@ class OpenedRun:
 
 def open_run(
     run_dir: Path, words: Sequence[str] = (), *, at_most: int = 0, ranks: Ranks | None = None,
-    config: Config | None = None, begin: Checkpoint | None = None,
+    config: Config | None = None, own: Config | None = None, begin: Checkpoint | None = None,
 ) -> OpenedRun:
     """Open a run at its newest checkpoint up to version `at_most`, else at the model that it started from.
 
     Args:
         words: settings that replace the run's own.
         config: all settings, in place of the run's own and `words`.
+        own: the run's own, where `config` are these with others on top: what a resume changed is changed there, too.
         begin: the checkpoint to open it at.
     Raises:
         ControlError: it has no log, or none that reaches back to a version that is there.
         LogError: its log is damaged.
     """
-    config = config or load_run_config(run_dir, words)
-    history = History.read(run_dir)
+    history, settings = History.read(run_dir), dict[int, Config]()
+    if config is None:
+        config = load_run_config(run_dir, words)
+        typed = [word.lstrip("+~").partition("=")[0] for word in read_files(words)]
+        settings = _of_starts(config, typed, history) if "algorithm" not in typed else {}
+    elif own is not None:
+        was = dict(leaves(to_plain(own)))
+        settings = _of_starts(config, [k for k, v in leaves(to_plain(config)) if was.get(k, was) != v], history)
+    checkpoint = begin or _begin(run_dir, history, at_most)
+    since = max((one for one in settings if one <= (checkpoint.version if checkpoint else 0)), default=0)
+    config = deepcopy(settings.get(since, config))
     ranks = ranks or start_ranks(config.run, config.learner)
     torch.manual_seed(config.run.seed)
     prepare_inputs(config, ranks.device)
     task = task_of(config)
     fit_to_records(config, task)
-    checkpoint = begin or _begin(run_dir, history, at_most)
     model_dir = starting_model(config, task, ranks)
     past = ResumeState(history.starts[-1].run_id) if checkpoint is None else ResumeState(
         history.starts[-1].run_id, checkpoint.version, checkpoint=checkpoint
     )
     staleness = make_staleness(config, past.controls)
     trainer, adapter = load_trainer(config, model_dir, past, staleness, ranks)
-    return OpenedRun(run_dir, config, model_dir, policy_vocab_size(model_dir), history, trainer, staleness, adapter)
+    return OpenedRun(
+        run_dir, config, model_dir, policy_vocab_size(model_dir), history, trainer, staleness, adapter, settings,
+        since,
+    )
+
+
+def _of_starts(config: Config, keep: Sequence[str], history: History) -> dict[int, Config]:
+    """The settings of a run by the version from which on they held; the first ones also hold for what was before."""
+    found, last = dict[int, Config](), None
+    for number, (version, told) in enumerate(history.settings().items()):
+        then = settings_then(config, told, keep, f"the log of {history.run_dir}")
+        if then != last:
+            found[version if number else 0] = last = then
+    return found
 
 
 def _begin(run_dir: Path, history: History, at_most: int) -> Checkpoint | None:

@@ -6,7 +6,6 @@ import gc
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from pathlib import Path
 
 import yaml
@@ -95,7 +94,8 @@ def _of_algorithm(path: Path, name: str) -> list[str]:
 
 def what_if(run_dir: Path, configs: dict[str, Config], first: int, last: int | None) -> int:
     """Train every fork, print the table, write the page; the exit status."""
-    run = open_run(run_dir, config=deepcopy(configs[OWN]), at_most=first)
+    own = configs[OWN]
+    run = open_run(run_dir, config=own, own=own, at_most=first)
     ranks = run.ranks
     notify = notifier(ranks)
     if run.version < first:
@@ -108,7 +108,7 @@ def what_if(run_dir: Path, configs: dict[str, Config], first: int, last: int | N
         del run
         for name, config in configs.items():
             notify(f"{name}, from version {first} on")
-            opened = open_run(run_dir, config=config, begin=begin, ranks=ranks)
+            opened = open_run(run_dir, config=config, own=own, begin=begin, ranks=ranks)
             forks.append(fork := _fork(name, opened, last, notify))
             del opened  # before the next one's networks are made
             gc.collect()

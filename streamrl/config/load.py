@@ -29,7 +29,7 @@ from streamrl.config.rules import check
 from streamrl.config.schema import Config, EnvConfig
 from streamrl.errors import ConfigError, in_one_line
 from streamrl.extension import did_you_mean
-from streamrl.named_code import refuse_references
+from streamrl.named_code import check_stored, refuse_references
 
 FORM = ("apply_chat_template", "system_prompt", "chat_template")
 """Of `data`: how a prompt reads, which fits the task that an experiment set it for."""
@@ -50,6 +50,16 @@ OWNED: Sequence[tuple[str, str | None, Sequence[str]]] = (
     ("distill.teacher", "null", ("distill.coef", "distill.center", "distill.reward_weight")),
 )
 """A setting, its value (None: any), and what a recipe has set for another value of it, which then does nothing."""
+TRAINS = (
+    "trainer", "rollout", "overlong", "objectives", "staleness", "advantage", "critic", "loss", "shadow", "kl",
+    "reference", "distill", "entropy", "constraint", "policy", "learner", "publish",
+)
+"""Sections that say how batches become weights."""
+HERE = (
+    "policy.model_path", "policy.tokenizer_path", "policy.tiny", "reference.model_path", "critic.model_path",
+    "distill.teacher", "learner.mesh",
+)
+"""Settings in them that fit the machine: where models lie, how many ranks there are."""
 
 
 def load_config(overrides: Sequence[str] = (), *, notify: Callable[[str], None] = lambda _: None) -> Config:
@@ -99,6 +109,31 @@ def load_run_config(run_dir: str | Path, words: Sequence[str] = ()) -> Config:
     """
     file = Path(run_dir) / "config.yaml"
     return _loaded(read_files([str(file), *words], stored=file), lambda _: None).config
+
+
+def settings_then(config: Config, then: Mapping[str, Any], keep: Iterable[str], whose: str) -> Config:
+    """A run's settings now, with those by which an earlier start trained in place of them.
+
+    Args:
+        then: the plain settings that a log holds of the start.
+        keep: names of settings that stay as they are now.
+    Raises:
+        ConfigError: they name code that the run of now does not, or are no settings.
+    """
+    now, told = to_plain(config), {name: then[name] for name in TRAINS if name in then}
+    refuse_references(told, whose=whose)
+    check_stored([told], [now], whose)
+    mixed = json.loads(json.dumps({**now, **told}))
+    for name in (*HERE, *keep):
+        *path, last = name.split(".")
+        above, below = mixed, now
+        for part in path:
+            above, below = above.setdefault(part, {}), below.get(part) or {}
+        if last in below:
+            above[last] = below[last]
+    found = _converted(mixed)
+    _finish(found, whole=False)
+    return found
 
 
 def run_settings(run_dir: str | Path) -> Config:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from streamrl.errors import ControlError
 from streamrl.messages import FINISHED_AT, TO_HUB, Group, Manifest, Member, MemberStatus
@@ -50,11 +52,13 @@ class History:
         published: manifests by version, of the last that was published under each.
         dropped: groups that were, with the reason.
         first: the number of the first record that was read.
+        begun: the numbers of the records of `starts`.
     """
 
     run_dir: Path | str
     first: int = 1
     starts: list[RunStarted] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
     batches: list[LoggedBatch] = field(default_factory=list)
     published: dict[int, Manifest] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
@@ -81,6 +85,7 @@ class History:
             match decode(view, place.form, place):
                 case RunStarted() as start:
                     history._started(start)
+                    history.begun.append(place.sequence)
                 case BatchCut() as cut:
                     history.batches.append(LoggedBatch(place.sequence, cut))
                 case StepTaken() as step:
@@ -105,6 +110,14 @@ class History:
                 + (f": its log has those for {min(there)} to {max(there)}" if there else ": its log has none")
             )
         return found
+
+    def settings(self) -> dict[int, dict[str, Any]]:
+        """The plain settings of its starts, by the version from which on each trained."""
+        found: dict[int, str] = {}
+        for start in self.starts:
+            begun = start.version if start.again_from < 0 else start.again_from
+            found = {version: one for version, one in found.items() if version < begun} | {begun: start.settings}
+        return {version: json.loads(text) for version, text in found.items()}
 
     def _started(self, start: RunStarted) -> None:
         self.starts.append(start)

@@ -19,7 +19,7 @@ from learner.replay.blame import blame, tables
 from learner.replay.opened import open_run
 from learner.replay.verify import LEVELS, verify
 from learner.setup.trainer import save_policy
-from streamrl.commands import DIFFERS, EQUAL
+from streamrl.commands import DIFFERS, EQUAL, NOT_COMPARABLE
 from streamrl.config.load import load_config
 from streamrl.messages import TO_HUB
 from streamrl.messages.codec import Decoder, encode
@@ -127,6 +127,69 @@ def test_an_honest_bundle_agrees_at_every_level(honest, tmp_path, capsys):
     code, said = checked(honest, tmp_path, capsys, *LEVELS)
     assert code == EQUAL, said
     assert [line.split()[1] for line in said.splitlines()[1:]] == ["agrees:"] * len(LEVELS)
+
+
+@pytest.fixture(scope="module")
+def resumed(run_dir, tmp_path_factory, fork_server) -> Path:
+    """The run, gone on under other settings of each part that makes weights of batches."""
+    folder = tmp_path_factory.mktemp("resumed") / "run"
+    shutil.copytree(run_dir, folder)
+    done = finished(
+        [sys.executable, "-m", "streamrl.cli", "resume", str(folder), "trainer.num_steps=9", "kl.mode=k3_is",
+         "kl.coef=0.05", "policy.optimizer.lr=0.003", "policy.scheduler.name=linear", "loss.clip_high=0.1",
+         "rollout.num_prompts_per_step=3", "rollout.train.sampling.temperature=0.7", "env.reward_floor=-0.5"],
+        folder.parent, ForkedPopen, deadline_s=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_each_batch_is_trained_again_under_the_settings_of_its_start(resumed, tmp_path, capsys):
+    run = open_run(resumed)
+    found = {version: text for one in run.train() for version, text in one.versions.items()}
+    assert found == dict.fromkeys(range(1, 10), "") and run.config.policy.optimizer.lr == 0.003
+
+    run = open_run(resumed, at_most=2)
+    for upto in (NUM_STEPS - 1, NUM_STEPS, NUM_STEPS + 1):  # in pieces, one of which ends where the settings change
+        assert not any(text for one in run.train(upto=upto) for text in one.versions.values())
+        assert run.config.policy.optimizer.lr == (0.03 if upto <= NUM_STEPS else 0.003) and run.difference() == ""
+
+    run = open_run(resumed, ["policy.optimizer.lr=0.02"])  # what is typed holds for all
+    list(run.train())
+    assert (run.config.policy.optimizer.lr, run.config.kl.coef, run.difference() == "") == (0.02, 0.05, False)
+
+    own = load_config([str(resumed / "config.yaml")])
+    fork = load_config([str(resumed / "config.yaml"), "loss.clip_high=0.3"])
+    configs = [open_run(resumed, config=one, own=own).config for one in (own, fork)]
+    assert [(one.policy.optimizer.lr, one.kl.mode, one.loss.clip_high) for one in configs] == [
+        (0.03, "off", 0.28), (0.03, "off", 0.3)
+    ]
+
+
+def test_a_resumed_run_agrees_and_rewards_of_an_earlier_task_are_not_called_wrong(resumed, tmp_path, capsys):
+    assert bundle([str(resumed), "--out", str(tmp_path / "run.tar")]) == 0
+    code, said = checked(tmp_path / "run.tar", tmp_path, capsys, *LEVELS)
+    levels = {line.split()[0]: line.split()[1] for line in said.splitlines() if line.split()[0] in LEVELS}
+    assert levels == {name: "not" if name == "reward" else "agrees:" for name in LEVELS}, said
+    assert code == NOT_COMPARABLE and "a resume has changed env.reward_floor" in said
+
+
+@pytest.mark.parametrize(("stopped", "agrees"), [("stopped: SIGTERM", True), ("", False)])
+def test_an_evaluation_that_only_the_hub_noted_before_the_end_is_missed_by_a_finished_run(
+    honest, tmp_path, capsys, stopped, agrees
+):
+    def edit(folder: Path) -> None:
+        edit_row(folder, NUM_STEPS, eval__version=0, eval__score=first(folder)["score"])
+        (folder / "evaluations.jsonl").write_text(json.dumps(first(folder)) + "\n")
+        summary = json.loads((folder / "summary.json").read_text())
+        summary |= {"stopped": stopped, "eval_score_last": first(folder)["score"] + (0 if agrees else 0.125)}
+        (folder / "summary.json").write_text(json.dumps(summary))
+
+    def first(folder: Path) -> dict:
+        return json.loads((folder / "evaluations.jsonl").read_text().splitlines()[0])
+
+    code, said = checked(edited(honest, tmp_path, edit), tmp_path, capsys, "hash")
+    assert (code == EQUAL) == agrees and ("eval_score_last" in said) != agrees, said
 
 
 def test_a_run_is_for_its_owner_alone(run_dir):

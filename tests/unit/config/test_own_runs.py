@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import os
+import random
 import re
 import shlex
+from functools import reduce
+from operator import attrgetter, getitem
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,17 @@ import yaml
 import streamrl
 from streamrl.config.catalog import settings
 from streamrl.config.composition import CONFIGS
-from streamrl.config.load import load_config, load_run_config, run_settings, to_plain, to_yaml
-from streamrl.config.overrides import check_words, literal
+from streamrl.config.load import (
+    HERE,
+    TRAINS,
+    load_config,
+    load_run_config,
+    run_settings,
+    settings_then,
+    to_plain,
+    to_yaml,
+)
+from streamrl.config.overrides import check_words, leaves, literal
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, ControlError
 from streamrl.named_code import ALWAYS, DATA_ONLY, OPTIONS, is_name, is_own, named_code, sign
@@ -269,3 +281,35 @@ def test_a_reward_of_ones_own_with_a_weight_is_read_back(run_dir):
     (run_dir / "config.yaml").write_text(to_yaml(load_config(words)))
     sign(run_dir / "config.yaml")
     assert load_run_config(run_dir).reward.weights == {"my.rewards:short": 0.5, "exact": 1.0}
+
+
+def test_what_trained_is_as_the_log_says_and_all_else_as_it_is_now():
+    now, draw = load_config(["experiment=quickstart"]), random.Random(6)
+    plain = dict(leaves(to_plain(now)))
+    numbers = {
+        key: value + 1 if type(value) is int else value * 0.9 for key, value in plain.items()
+        if type(value) is int or type(value) is float and value
+    }
+    trains = [key for key in numbers if key.split(".")[0] in TRAINS and not key.startswith(HERE)]
+    keep = draw.sample(trains, 5)
+    then = json.loads(json.dumps(to_plain(now)))
+    for key, value in numbers.items():
+        *path, last = key.split(".")
+        reduce(getitem, path, then)[last] = value
+    found = dict(leaves(to_plain(settings_then(now, then, keep, "the log"))))
+
+    assert found == plain | {key: numbers[key] for key in trains if key not in keep} and len(trains) > 60
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("loss.surrogate", "theirs:loss"), ("policy.optimizer.name", "theirs:Sgd"), ("critic.model_path", "${oc.env:HOME}"),
+])
+def test_a_log_names_no_code_that_the_run_of_now_does_not(key, value):
+    then = to_plain(load_config(["experiment=quickstart"]))
+    section, last = key.split(".", 1)
+    reduce(getitem, last.split(".")[:-1], then[section])[last.split(".")[-1]] = value
+    with pytest.raises(ConfigError, match="theirs:" if "theirs" in value else "oc.env"):
+        settings_then(load_config(["experiment=quickstart"]), then, (), "the log")
+    if "theirs" in value:
+        allowed = load_config(["experiment=quickstart", f'actors.allow=["{value}"]'])
+        assert attrgetter(key)(settings_then(allowed, then, (), "the log")) == value
