@@ -153,12 +153,13 @@ class Renderer:
         ids, end = self.encode(text), self.whole_text([last_token])
         if ids and ids[0] == last_token:
             return ids[1:]
-        before, ends = "", re.escape(end)
+        before = ""
         if last_token in self._end_ids:
             others = "|".join(map(re.escape, self._special))
             before = rf"\s*(?:{others})*?"
-            ends = "|".join(map(re.escape, filter(None, (end, self._closing))))
-        again = re.match(f"{before}(?:{ends})", text)
+        again = re.match(before + re.escape(end), text)
+        if again is None and before and self._closing:
+            again = re.match(rf"\s*{re.escape(self._closing)}", text)
         if not end or again is None:
             return ids
         return self.encode(text[again.end() :])
@@ -284,7 +285,7 @@ class Renderer:
                 for one in messages
             ]
         if self._family.rewrites and not self._family.own_thought:
-            return self._written(split_turns(messages, tools), tools)
+            return self._written(split_turns(messages, tools, keeps_words=self._keeps_words), tools)
         try:
             return self._written(messages, tools)
         except TaskError:
@@ -300,6 +301,17 @@ class Renderer:
             return self._written([ChatMessage("user", "?")], ()).rstrip().endswith(OPENED)
         except Exception:  # a template raises what it likes
             return False
+
+    @cached_property
+    def _keeps_words(self) -> bool:
+        """Whether words beside a call stand before its result: Gemma 4's template takes them for the answer to that."""
+        result = ChatMessage("tool", f"{_ANSWER}7", {"name": "f", "tool_call_id": "call00001"})
+        said = ChatMessage("assistant", _ANSWER, {"tool_calls": [_call_of(result)]})
+        try:
+            whole = self._written([ChatMessage("user", "?"), said, result], ())
+        except Exception:  # a template raises what it likes
+            return True
+        return 0 <= whole.find(_ANSWER) < whole.find(f"{_ANSWER}7")
 
     def _written(self, messages: Sequence[ChatMessage], tools: Tools) -> str:
         begun = bool(messages) and messages[-1].role == "assistant"

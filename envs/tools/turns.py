@@ -22,20 +22,24 @@ def before_calls(text: str) -> str:
     return text[: min((place for place in marks if place >= 0), default=start)]
 
 
-def split_turns(messages: Sequence[ChatMessage], tools: Described) -> list[ChatMessage]:
+def split_turns(
+    messages: Sequence[ChatMessage], tools: Described, *, keeps_words: bool = True
+) -> list[ChatMessage]:
     """The conversation, each turn of the model split in what it thought, said and called.
 
-    What was meant as a call and cannot be read becomes one of "unknown", whose result says so.
+    What was meant as a call and cannot be read becomes one of "unknown", whose result says so. Words beside a call are
+    left out unless the template `keeps_words` in their place.
     """
     found = list(messages)
     for place, one in enumerate(messages):
         if one.role == "assistant":
             results = takewhile(lambda after: after.role == "tool", messages[place + 1 :])
-            found[place] = _split(one, tools, [after.fields.get("tool_call_id") for after in results])
+            ids = [after.fields.get("tool_call_id") for after in results]
+            found[place] = _split(one, tools, ids, keeps_words)
     return found
 
 
-def _split(message: ChatMessage, tools: Described, ids: Sequence[Any]) -> ChatMessage:
+def _split(message: ChatMessage, tools: Described, ids: Sequence[Any], keeps_words: bool) -> ChatMessage:
     text, fields = reopened(message.content), dict(message.fields)
     thought = "\n".join(part.strip("\n") for part in _THOUGHT.findall(text))
     said = spoken(text)
@@ -52,7 +56,7 @@ def _split(message: ChatMessage, tools: Described, ids: Sequence[Any]) -> ChatMe
         said = before_calls(said) if calls else said
     if thought and not any(fields.get(name) for name in THOUGHTS):
         fields |= dict.fromkeys(THOUGHTS, thought)
-    if fields.get("tool_calls") and thought:
+    if fields.get("tool_calls") and (thought or not keeps_words):
         said = ""  # templates refuse both beside a call
     return replace(message, content=said, fields={name: one for name, one in fields.items() if one})
 

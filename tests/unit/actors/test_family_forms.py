@@ -51,6 +51,7 @@ GEMMA = (
     "{% for k, v in c.function.arguments.items() %}{{ k }}:<|\"|>{{ v }}<|\"|>{% endfor %}}<tool_call|>{% endfor %}"
     "{% if m.tool_calls %}<|tool_response>{% for r in messages[loop.index:] if r.role == 'tool' %}"
     "response:{{ r.name }}{{ '{' }}value:<|\"|>{{ r.content }}<|\"|>}<tool_response|>{% endfor %}"
+    "{% if m.content %}{{ m.content }}<turn|>\n{% endif %}"
     "{% else %}{{ m.content }}<turn|>\n{% endif %}{% elif m.role != 'tool' %}"
     "<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|turn>model\n{% endif %}"
@@ -271,6 +272,27 @@ def test_an_agent_that_sends_the_call_and_its_result_back_continues_the_sequence
     run(work)
 
 
+@pytest.mark.parametrize("append", [True, False])
+@pytest.mark.parametrize("thought", [True, False])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt-oss"])
+def test_words_beside_a_call_never_stand_after_its_result(family, thought, append):
+    renderer, (*_, called, _) = renderer_of(family), FAMILIES[family]
+    call = re.search(r"<\|tool_call>|\[TOOL_CALLS\]|\n<seed:tool_call>|<minimax:|<\|START_ACTION", called).start()
+    before = called[:call] if thought or "</think>" in called else ""
+    talk = conversation(renderer, append=append)
+    talk.hear(renderer.encode(f"{before}I look.{called[call:]}"))
+
+    talk.answer(Step(0.0, done=False, messages=[ChatMessage("tool", "Result 17", RESULT.fields)]))
+
+    text = renderer.whole_text(talk.ids)
+    assert text.count("Result 17") == 1 and "I look." not in text.partition("Result 17")[2]
+
+
+CLOSED = (
+    "{% for m in messages %}<|START_OF_TURN_TOKEN|>{{ m.role }}<|START_TEXT|>{{ m.content }}<|END_TEXT|>"
+    "<|END_OF_TURN_TOKEN|>{% endfor %}{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|>assistant"
+    "<|START_TEXT|>{% endif %}"
+)
 HERMES2 = (
     "<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>\n{% for m in messages %}"
     "<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}"
@@ -302,8 +324,9 @@ def test_what_follows_is_written_by_the_template_that_conversations_with_tools_h
     ("template", "closing", "ends"),
     [(tool_tokenizer("llama-3.1").chat_template, "<|eot_id|>", ["<|eom_id|>", "<|eot_id|>"]),
      (HARMONY, "<|end|>", ["<|return|>", "<|call|>"]), (GEMMA, "<turn|>", ["<eos>", "<turn|>"]),
+     (CLOSED, "<|END_TEXT|><|END_OF_TURN_TOKEN|>", ["<|END_OF_TURN_TOKEN|>"]),
      (HERMES2.replace("in tools", "in tools or []"), "<|im_end|>", ["<|endoftext|>", "<|im_end|>"])],
-    ids=["llama-3.1", "gpt-oss", "gemma-4", "chatml"],
+    ids=["llama-3.1", "gpt-oss", "gemma-4", "command-a", "chatml"],
 )  # fmt: skip
 def test_a_turn_ends_once_whichever_end_the_model_chose(template, closing, ends, append):
     tokenizer = tool_tokenizer("qwen")
