@@ -22,7 +22,7 @@ from streamrl.errors import WireError
 from streamrl.messages import PlanRow
 from streamrl.metrics.files import read_lines, read_object
 from streamrl.stream.history import History, LoggedBatch
-from streamrl.stream.records import Evaluated, StepTaken
+from streamrl.stream.records import Evaluated, RunStarted, StepTaken
 from streamrl.stream.segments import ANYWHERE, read_records
 from streamrl.weights.manifest import root_of
 
@@ -160,17 +160,19 @@ def _row(found: Compared, step: StepTaken, plan: Sequence[PlanRow], row: Mapping
 
 
 def _evaluations(found: Compared, run_dir: Path) -> None:
-    logged, late = dict[tuple[str, int], Evaluated](), set[tuple[str, int]]()
+    logged, late, lost = dict[tuple[str, int], Evaluated](), set[tuple[str, int]](), set[tuple[str, int]]()
     for _, one in read_records(run_dir, complete_from=ANYWHERE):
         if isinstance(one, Evaluated):
             logged[one.dataset, one.version] = one
             late.add((one.dataset, one.version))
-        elif isinstance(one, StepTaken):
+        elif isinstance(one, StepTaken | RunStarted):
+            lost |= late if isinstance(one, RunStarted) else set()
             late.clear()
     for _, line in read_lines(run_dir / "evaluations.jsonl", json.loads):
         name = f"evaluations.jsonl, version {line['version']}" + (f" on {line['dataset']}" if line["dataset"] else "")
         one = logged.get((line["dataset"], line["version"]))
         late.discard((line["dataset"], line["version"]))
+        lost.discard((line["dataset"], line["version"]))
         if one is not None:
             found.expect(name, "score", line["score"], one.score)
             found.num_evaluations += 1
@@ -179,8 +181,8 @@ def _evaluations(found: Compared, run_dir: Path) -> None:
         if one is not None and "eval/score" in row:
             found.expect(f"metrics.jsonl, step {row['step']}", "eval/score", row["eval/score"], one.score)
     summary = read_object(run_dir / "summary.json")
-    # A learner that was killed has not heard what its hub noted last; one that reached its end has.
-    unheard = late if summary.get("stopped") or summary.get("failed") else set()
+    # A learner that was killed has not heard what its hub noted last; one that went on, or reached its end, has.
+    unheard = lost | late if summary.get("stopped") or summary.get("failed") else lost
     own = sorted(version for name, version in logged.keys() - unheard if not name)
     if own and "eval_score_last" in summary:
         found.expect("summary.json", "eval_score_last", summary["eval_score_last"], logged["", own[-1]].score)

@@ -8,8 +8,12 @@ import pytest
 from learner.hub.ledger.tables.evals import EvalTable
 from learner.loop.evaluations import Evaluations
 from learner.loop.run import Run
+from learner.replay.consistency import Compared, _evaluations
 from streamrl.config.eval_sets import eval_sets
+from streamrl.stream.records import Evaluated, StepTaken
+from streamrl.stream.writer import LogWriter
 from tests.unit.config.setting_harness import config_of
+from tests.unit.hub.factories import run_started
 
 
 def evaluations_of(sets, every_steps=5, hub=None) -> Evaluations:
@@ -68,3 +72,29 @@ def test_a_lost_one_is_never_asked_for_twice_also_at_the_end_of_the_run(words, s
     run.evaluations.start(run.version)  # as `finish` does
 
     assert table.get(run.version) is not None
+
+
+@pytest.mark.parametrize(("last", "stopped", "score", "agrees"), [
+    ("at the end", "stopped: SIGTERM", 0.5, True),  # no learner has heard of the evaluation of version 2
+    ("at the end", "", 0.5, False),  # this one reached its end, and has
+    ("before a start", "", 0.5, True),  # its successor has not heard either
+    ("before a step", "stopped: SIGTERM", 0.5, False),  # it went on, and has recorded it with the step
+    ("before a start", "stopped: SIGTERM", 0.4, False),  # another number than that of any evaluation
+])
+def test_only_what_no_learner_can_have_heard_may_be_missing_in_the_record_of_evaluations(
+    tmp_path, last, stopped, score, agrees
+):
+    writer = LogWriter(tmp_path)
+    after = {"at the end": [], "before a step": [StepTaken(3, False)], "before a start": [
+        run_started(start=2, version=2), StepTaken(3, False)
+    ]}[last]
+    for one in (run_started(), Evaluated(0, "", 0.5), StepTaken(1, False), StepTaken(2, False), Evaluated(2, "", 0.75),
+                *after):
+        writer.append(one)
+    writer.close()
+    (tmp_path / "evaluations.jsonl").write_text(json.dumps({"version": 0, "dataset": "", "score": 0.5}) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "eval/version": 0, "eval/score": 0.5}) + "\n")
+    (tmp_path / "summary.json").write_text(json.dumps({"stopped": stopped, "eval_score_last": score}))
+    found = Compared([])
+    _evaluations(found, tmp_path)
+    assert (not found.disagreements) == agrees and found.num_evaluations == 1
