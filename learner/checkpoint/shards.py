@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from learner.ranks.mesh import Ranks, local_part, placed_as
+from learner.ranks.mesh import Ranks, local_part
 from streamrl.architectures.saved_buffers import saved_buffers
 from streamrl.errors import CheckpointError
 
@@ -60,15 +61,23 @@ def local_box(tensor: Tensor) -> Box:
     """The block of the whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
-    mesh, first, size = tensor.device_mesh, [0] * tensor.dim(), list(tensor.shape)
-    for axis, placement in reversed(list(enumerate(tensor.placements))):  # FSDP2 divides last, and its axis comes first
+    return _box(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def _box(
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+) -> Box:
+    first, size = [0] * len(shape), list(shape)
+    for axis, placement in reversed(list(enumerate(placements))):  # FSDP2 divides last, and its axis comes first
         dim = getattr(placement, "dim", None)
         if dim is not None:
             part = math.ceil(size[dim] / mesh.size(axis))
             start = min(mesh.get_local_rank(axis) * part, size[dim])
             first[dim], size[dim] = first[dim] + start, min(part, size[dim] - start)
         elif not placement.is_replicate():
-            raise CheckpointError(f"cannot save a tensor placed as {tensor.placements}: only blocks are written")
+            raise CheckpointError(f"cannot save a tensor placed as {tuple(placements)}: only blocks are written")
     return Box(tuple(first), tuple(size))
 
 
@@ -103,10 +112,16 @@ class Block:
     box: Box
     whole: tuple[int, ...]
     part: Tensor
+    divided: bool  # torch knows it as a part
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Block:
-        return cls(local_box(tensor), tuple(tensor.shape), local_part(tensor).contiguous())
+        return cls(
+            local_box(tensor),
+            tuple(tensor.shape),
+            local_part(tensor).contiguous(),
+            isinstance(tensor, DTensor),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +143,8 @@ def copied(tensors: Iterable[tuple[str, Tensor]], ranks: Ranks) -> Copied:
         cuda = cuda or block.part.is_cuda
         target = torch.empty(block.part.shape, dtype=block.part.dtype, pin_memory=block.part.is_cuda)
         target.copy_(block.part, non_blocking=True)
-        blocks.append((key, Block(block.box, block.whole, target)))
+        copy = replace(block, part=target)
+        blocks.append((key, copy))
     if cuda:
         torch.cuda.current_stream().synchronize()
     return Copied(tuple(blocks), generator_states())
@@ -175,7 +191,11 @@ def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]] | Copied, ran
         if math.prod(block.whole) and 0 in block.box.shape:
             continue  # this rank got no rows of a small tensor
         parts[key] = block.part
-        boxes[key] = {"offset": block.box.offset, "whole": block.whole}
+        boxes[key] = {
+            "offset": block.box.offset,
+            "whole": block.whole,
+            "divided": block.divided,
+        }
     save_file(parts, path, metadata={"boxes": json.dumps(boxes)})
 
 
@@ -186,11 +206,14 @@ class ShardReader:
         self._files = [safe_open(path, framework="pt") for path in paths]
         self._parts: dict[str, list[tuple[Any, Box]]] = {}
         self._whole: dict[str, tuple[int, ...]] = {}
+        self._divided: set[str] = set()
         for file in self._files:
             for key, entry in json.loads(file.metadata()["boxes"]).items():
                 shape = tuple(file.get_slice(key).get_shape())
                 self._parts.setdefault(key, []).append((file, Box(tuple(entry["offset"]), shape)))
                 self._whole[key] = tuple(entry["whole"])
+                if entry.get("divided"):
+                    self._divided.add(key)
 
     def keys(self, prefix: str = "") -> list[str]:
         return [key for key in self._parts if key.startswith(prefix)]
@@ -229,6 +252,10 @@ class ShardReader:
     def shape(self, key: str) -> tuple[int, ...]:
         return self._whole[key]
 
+    def divided(self, key: str) -> bool:
+        """Whether each rank knew its block as a part; older checkpoints do not tell."""
+        return key in self._divided
+
     def dtype(self, key: str) -> torch.dtype:
         file, box = self._parts[key][0]
         return (file.get_slice(key)[:0] if box.shape else file.get_tensor(key)).dtype
@@ -263,12 +290,18 @@ def read_training_tensors(
     owners, num_others = _owners(optimizer), 0
     for name, parameter in _trained(module):
         reader.read_into(f"{prefix}model/{name}", parameter.detach())
+        beside = reader.divided(f"{prefix}model/{name}")
         states = sorted(key.split("/")[1] for key in keys if key.split("/", 2)[2] == name)
         optimizer.state.pop(parameter, None)
         if states and not _takes(owners.get(parameter, optimizer), {*states}):
             states, num_others = [], num_others + 1
         for state in states:
-            optimizer.state[parameter][state] = _state_like(reader, f"{prefix}optim/{state}/{name}", parameter)
+            optimizer.state[parameter][state] = _state_like(
+                reader,
+                f"{prefix}optim/{state}/{name}",
+                parameter,
+                beside=beside,
+            )
         if states and hasattr(optimizer, "park"):  # `OffloadedOptimizer`: a GPU may not have room for all of them
             optimizer.park(parameter)
     if num_others:
@@ -291,13 +324,79 @@ def _takes(optimizer: torch.optim.Optimizer, names: set[str]) -> bool:
     return names - largest == _STATES.get(type(optimizer), names - largest)
 
 
-def _state_like(reader: ShardReader, key: str, parameter: Tensor) -> Tensor:
-    """A moment is placed as its parameter, as are its rows' scales; a state of another shape, a count, is whole."""
-    shape, part = reader.shape(key), local_part(parameter.detach())
-    rows = shape[:-1] if parameter.dim() > 1 else shape
-    if not shape or len(shape) != parameter.dim() or rows != tuple(parameter.shape[: len(rows)]):
-        return reader.read_whole(key).to(parameter.device)
-    width = part.shape[-1] * shape[-1] // parameter.shape[-1]
-    moment = placed_as(parameter, part.new_zeros((*part.shape[:-1], width), dtype=reader.dtype(key)))
-    reader.read_into(key, moment)
-    return moment
+def _state_like(
+    reader: ShardReader,
+    key: str,
+    parameter: Tensor,
+    *,
+    beside: bool,
+) -> Tensor:
+    """A state of an optimizer: divided among ranks as its weight is, along the dimensions that it has of it.
+
+    A count is whole, and so is another shape than that of rows, columns or scales, or what was whole `beside` a divided
+    weight.
+    """
+    shape, dtype = reader.shape(key), reader.dtype(key)
+    placed = isinstance(parameter, DTensor)
+    if placed and not reader.divided(key):
+        alike = _is_of(shape, tuple(parameter.shape))
+        placed = alike and not beside
+    if placed:
+        state = _divided_as(parameter, shape, dtype)
+    else:
+        state = torch.zeros(
+            shape,
+            dtype=dtype,
+            device=parameter.device,
+        )
+    reader.read_into(key, state)
+    return state
+
+
+def _is_of(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Tell whether a state has the dimensions of its weight or some of them: of each number, of rows or of columns."""
+    size = len(shape)
+    if not 0 < size < len(whole):
+        pairs = zip(shape, whole, strict=False)
+        same = all(one in (1, most) for one, most in pairs)
+        scales = shape[:-1] == whole[:-1] != ()
+        return size == len(whole) and (same or scales)
+    return shape in (whole[:size], whole[-size:])
+
+
+def _divided_as(
+    parameter: DTensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Zeros of this shape; each rank has a part along the dimensions that are the parameter's, or its scales'."""
+    mesh, whole = parameter.device_mesh, parameter.shape
+    last = len(whole) - 1
+
+    def divides(axis: int, dim: int | None) -> bool:
+        if dim is None or dim >= len(shape):
+            return False
+        if shape[dim] == whole[dim]:
+            return True
+        scales = dim == last and shape[:dim] == whole[:dim]
+        return scales and shape[dim] % mesh.size(axis) == 0
+
+    placed = [
+        one
+        if divides(axis, getattr(one, "dim", None))
+        else Replicate()
+        for axis, one in enumerate(parameter.placements)
+    ]
+    part = torch.zeros(
+        _box(shape, mesh, placed).shape,
+        dtype=dtype,
+        device=local_part(parameter.detach()).device,
+    )
+    return DTensor.from_local(
+        part,
+        mesh,
+        placed,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )

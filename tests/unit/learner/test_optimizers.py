@@ -188,19 +188,22 @@ class ManyShapes(torch.optim.Optimizer):
             self.state[parameter] = {f"of_{number}": torch.randn(shape) for number, shape in enumerate(shapes)}
 
 
-def test_states_of_any_shape_come_back_as_they_were(checkpoints, tmp_path):
-    found = []
+@pytest.mark.parametrize("sharded", [False, True])
+def test_states_of_any_shape_come_back_as_they_were(checkpoints, tmp_path, sharded):
+    found, ranks = [], Ranks.start("cpu", sharded=True) if sharded else Ranks()
     for path in (tmp_path / "none", tmp_path):
-        policy = load_policy(checkpoints["qwen3"])
+        policy = load_policy(checkpoints["qwen3"], ranks=ranks)
         optimizer = ManyShapes(list(policy.parameters()), {})
-        if checkpoint := find_checkpoint(path, Ranks()):
-            checkpoint.restore(policy, optimizer, Ranks())
+        if checkpoint := find_checkpoint(path, ranks):
+            checkpoint.restore(policy, optimizer, ranks)
         else:
             optimizer.step()
-            save_checkpoint(tmp_path, 1, policy, optimizer, Ranks(), extra={}, blobs={}, num_keep=1)
+            save_checkpoint(tmp_path, 1, policy, optimizer, ranks, extra={}, blobs={}, num_keep=1)
         found.append([state for parameter in policy.parameters() for state in optimizer.state[parameter].values()])
+    ranks.close()
 
     assert len(found[0]) > 80 and all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    assert {type(state) for state in found[1]} == {torch.Tensor}, "beside divided weights, too"
 
 
 @pytest.mark.parametrize(

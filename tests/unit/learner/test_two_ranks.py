@@ -77,12 +77,13 @@ def work(tmp_path_factory, fork_server):
     (folder / "model" / "tokenizer_config.json").write_text("{}")
     folders = ("one", "one/lora", "one/eight", "one/minibatches", "one/measured", "one/valued", "two", "two/lora",
                "two/lora-resumed", "two/eight", "two/eight-resumed", "two/minibatches", "two/measured", "two/valued",
-               "two/once", "two/kept")
+               "two/once", "two/kept", "one/rows", "two/rows", "two/rows-resumed", "two/rows-back")
     for name in folders:
         (folder / name).mkdir()
     two_ranks.train(folder, folder / "one", Ranks())
     two_ranks.train(folder, folder / "one" / "lora", Ranks(), two_ranks.LORA)
     two_ranks.train(folder, folder / "one" / "eight", Ranks(), name="adam8bit")
+    two_ranks.train(folder, folder / "one" / "rows", Ranks(), name=two_ranks.BY_ROWS)
     two_ranks.minibatches(folder, folder / "one" / "minibatches", Ranks())
     two_ranks.measured(folder, folder / "one" / "measured", Ranks())
     two_ranks.valued(folder, folder / "one" / "valued", Ranks())
@@ -151,6 +152,14 @@ def test_moments_in_eight_bits_are_sharded_and_resumed_by_another_number_of_rank
         assert len(quantized) > 10
         for _, state, name in (key.split("/") for key in quantized):
             assert len(saved[f"optim/{state}_top/{name}"]) == len(saved[f"model/{name}"]), "this rank's rows alone"
+
+
+def test_moments_of_rows_and_of_columns_are_resumed_by_another_number_of_ranks(work):
+    assert_same(work / "one" / "rows", work / "two" / "rows")
+    assert_same_weights(work / "two" / "rows-resumed", work / "one" / "rows")
+    run, back = work / "two" / "rows" / "run", work / "two" / "rows-back"
+    two_ranks.resume(work, back, Ranks(), run=run, name=two_ranks.BY_ROWS)
+    assert_same_weights(back, work / "two" / "rows")
 
 
 def test_two_ranks_export_one_whole_model_with_its_tokenizer_and_ties(work):

@@ -1,7 +1,7 @@
 """What one learner does in the two-rank tests; under torchrun, or called in the test's own process for one rank.
 
     train(work, folder)     three optimizer steps, a checkpoint before the last, the result, the exported model; also
-                            with an adapter
+                            with an adapter, moments in 8 bits, or moments of rows and columns
     resume(work, folder)    from a checkpoint, the last step; the result
     muon(work, folder)      two steps with another optimizer, the result
     minibatches(...)        a batch of four optimizer steps, the result; also with gradients that are added up once a
@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.checkpoint.checkpoint import ResumeState, find_checkpoint, save_checkpoint
@@ -63,7 +63,30 @@ LOSS = LossConfig(surrogate="m2po", clip_low=0.1, clip_high=0.1, entropy_coef=0.
 KL = KlConfig(mode="reward_k1", coef=0.5, controller="doubling")
 CONSTRAINT = ConstraintConfig(kl_limit=1e-6, options={"lr": 100})
 SYNC_EVERY = 2
+BY_ROWS = "tests.unit.learner.two_ranks:by_rows"
 LORA = LoraConfig(rank=3, alpha=12.0)  # a rank that two ranks cannot share evenly
+
+
+class ByRows(torch.optim.Optimizer):
+    """A user's own optimizer with a moment of each row and of each column, as Adafactor has."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            if weight.dim() < 2:
+                continue
+            squares, state = weight.grad.square(), self.state[weight]
+            found = {"rows": squares.mean(-1), "columns": squares.mean(0, keepdim=True)}
+            for name, moment in found.items():
+                if isinstance(moment, DTensor) and name == "columns":
+                    moment = moment.redistribute(placements=[Replicate()] * moment.device_mesh.ndim)
+                state[name] = state.get(name, moment).lerp(moment, 0.1)
+            size = state["rows"].sqrt().unsqueeze(-1) + state["columns"].sqrt() + 1e-3
+            weight.sub_(weight.grad / size, alpha=self.param_groups[0]["lr"])
+
+
+def by_rows(module, *, lr, weight_decay):
+    return ByRows(list(module.parameters()), {"lr": lr})
 
 
 @dataclass
@@ -299,6 +322,8 @@ def main(work: Path, folder: Path, other_run: Path) -> None:
     resume(work, folder / "lora-resumed", ranks, run=other_run.parent / "lora" / "run", lora=LORA)
     train(work, folder / "eight", ranks, name="adam8bit")
     resume(work, folder / "eight-resumed", ranks, run=other_run.parent / "eight" / "run", name="adam8bit")
+    train(work, folder / "rows", ranks, name=BY_ROWS)
+    resume(work, folder / "rows-resumed", ranks, run=other_run.parent / "rows" / "run", name=BY_ROWS)
     minibatches(work, folder / "minibatches", ranks)
     measured(work, folder / "measured", ranks)
     valued(work, folder / "valued", ranks)
