@@ -123,12 +123,14 @@ def parse_json(text: str, tools: Described) -> Calls:
     return _first_begun(text, tools, _FORMS_OF_JSON)
 
 
-def _listed(text: str, tools: Described) -> Calls:
-    text = text.strip()
-    if not _OBJECT.match(text) and (mark := _LISTED.search(text)):
-        text = text[mark.end() :]
+def _alone(text: str, tools: Described) -> Calls:
     text = text.replace("<|python_tag|>", "").strip()
     return _calls_of(text, tools) if text.startswith(("{", "[")) else []
+
+
+def _listed(text: str, tools: Described) -> Calls:
+    mark = _LISTED.search(text)
+    return [] if mark is None else _alone(text[mark.end() :], tools)
 
 
 def parse_marks(text: str, tools: Described) -> Calls:
@@ -214,10 +216,16 @@ def _of_family(text: str, tools: Described) -> Calls:
 
 
 def _first_begun(text: str, tools: Described, forms: Forms) -> Calls:
+    """The calls of the form that begins first; what begins as JSON and is none, gives way to a form with marks."""
     text = text.lstrip()
     found = [(begun.start(), parse) for parse, begins in forms.items() if (begun := begins.search(text))]
-    ordered = [parse for _, parse in sorted(found, key=lambda one: one[0])]
-    return next((calls for parse in ordered if (calls := parse(text, tools))), [])
+    damaged: Calls = []
+    for _, parse in sorted(found, key=lambda one: one[0]):
+        calls = parse(text, tools)
+        if calls and (parse is not _alone or any(isinstance(one, ToolCall) for one in calls)):
+            return calls
+        damaged = damaged or calls
+    return damaged
 
 
 PARSERS: dict[str, Parser] = {
@@ -414,7 +422,8 @@ def _from_arguments(name: str, arguments: Any) -> ToolCall | BadCall:
 
 
 _FORMS_OF_JSON: Forms = {
-    _listed: re.compile(rf"\A[\[{{]|{_LISTED.pattern}"),
+    _alone: re.compile(r"\A[\[{]"),
+    _listed: _LISTED,
     _functions: _FUNCTIONS,
 }
 _FORMS: Forms = {

@@ -55,7 +55,8 @@ def test_a_form_that_is_not_read_is_found_by_the_template_itself(template, told)
 
 @pytest.mark.timeout(120)
 def test_a_launch_tells_both_before_it_starts(tmp_path):
-    make_tiny_model(tmp_path / "m", characters="abcdefghij0123456789 =+?<>|/_{}\":,()'\nklmnopqrstuvwxyz")
+    characters = "abcdefghij0123456789 =+?<>|/_{}\":,()'\nklmnopqrstuvwxyz"
+    make_tiny_model(tmp_path / "m", characters=characters, max_positions=512)
     (tmp_path / "m" / "chat_template.jinja").write_text(
         "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.thinking }}"
         f"{{{{ m.content }}}}{CALL}{{% endfor %}}{{% if add_generation_prompt %}}assistant:{{% endif %}}"

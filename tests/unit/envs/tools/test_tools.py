@@ -253,6 +253,14 @@ def test_auto_finds_the_family_by_the_text(text: str) -> None:
     assert PARSERS["auto"](text, TOOLS) == [CALL]
 
 
+@pytest.mark.parametrize(
+    "before", ["[Step 1] I add.", "{so}", '{"plan": "a\nb"}', '{"plan": 1}', "[1, 2]", "[a](b)", "f(x) = 3", "[", "{"]
+)
+def test_words_before_a_call_may_look_like_the_beginning_of_another(before: str) -> None:
+    for text in (HERMES, *(text for name, text in FAMILIES.items() if name not in ("gpt-oss", "Command R"))):
+        assert PARSERS["auto"](spoken(f"{before}\n{text}"), TOOLS) == [CALL], text
+
+
 @pytest.mark.parametrize("text", ["7", "<b>7</b>", "a < b > c", "", "```\n7\n```", '{"name": "Ann", "age": 7}', "[3]"])
 def test_auto_takes_other_texts_as_answers(text: str) -> None:
     assert PARSERS["auto"](text, TOOLS) == []
