@@ -341,7 +341,10 @@ def save_adapter(adapter: Mapping[str, Tensor], config: LoraConfig, folder: Path
     # "all-linear" would be the experts too, for peft and a mixture of transformers.
     ends = sorted({layer.rpartition(".")[2] for layer in adapted_layers(adapter)})
     targets = ends if config.target_modules == ["all-linear"] else config.target_modules
-    peft_config(config, targets, model_path=model_path).save_pretrained(str(folder))
+    written = peft_config(config, targets, model_path=model_path)
+    for name in ("target_modules", "exclude_modules"):  # sets, whose order is another one in each process
+        setattr(written, name, sorted(getattr(written, name) or ()) or None)
+    written.save_pretrained(str(folder))
     tensors = {f"base_model.model.{name}": factor for name, factor in adapter.items()}
     save_file(tensors, folder / "adapter_model.safetensors")
 

@@ -1,6 +1,7 @@
 """Training an adapter: what is trained, saved, published, compared with and exported is what LoRA says."""
 
 import copy
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -167,6 +168,8 @@ def test_merged_exported_and_read_by_peft_it_is_the_same_model(tmp_path, tied):
         assert not torch.allclose(plain(ids).logits, ours(ids).logits, atol=1e-2)
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"adapter_config.json", "adapter_model.safetensors", "config.json"} <= {path.name for path in files}
+    written = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert written == sorted(written) and len(written) > 4, "the same file in every process"
     plain_file = tmp_path / "plain"
     plain_file.touch()
     assert {path.stat().st_mode for path in files} == {plain_file.stat().st_mode}, "the mode follows the umask"
