@@ -39,6 +39,29 @@ def split_turns(
     return found
 
 
+def one_by_one(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The conversation with one call a message, each before its result; a later one without a result is left out."""
+    found: list[ChatMessage] = []
+    left: list[ChatMessage] = []  # the message before each result that is yet to come
+    for one in messages:
+        if one.role == "tool":
+            if left and left[0] is not found[-1]:
+                found.append(left[0])
+            left = left[1:]
+            found.append(one)
+            continue
+        calls = one.fields.get("tool_calls") or ()
+        others = {name: value for name, value in one.fields.items() if name not in THOUGHTS}
+        left = [replace(one, content="", fields={**others, "tool_calls": [call]}) for call in calls]
+        if len(calls) > 1:
+            left[0] = replace(one, fields={**one.fields, "tool_calls": [calls[0]]})
+            one = left[0]
+        elif left:
+            left[0] = one
+        found.append(one)
+    return found
+
+
 def _split(message: ChatMessage, tools: Described, ids: Sequence[Any], keeps_words: bool) -> ChatMessage:
     text, fields = reopened(message.content), dict(message.fields)
     thought = "\n".join(part.strip("\n") for part in _THOUGHT.findall(text))
