@@ -314,11 +314,15 @@ class StalenessControl:
         """The state, as plain values."""
         return {
             "bound": asdict(self._bound), "goodput": asdict(self._goodput), "breaker": asdict(self._breaker),
-            "tracker": asdict(self.tracker), "mean_lag": self._mean_lag,
+            "tracker": asdict(self.tracker), "mean_lag": self._mean_lag, "eta": self._rule_eta(), "start": self._eta,
+            "rule": self._adaptive.rule.name if self._adaptive.enabled else "", "offset": self._offset,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `to_json()`. Bounds that the settings no longer allow are moved inside them."""
+        """Go on from `to_json()`, with the lead of now if it is set otherwise.
+
+        Bounds that the settings no longer allow are moved inside them.
+        """
         tracker = msgspec.convert(state["tracker"], DriftTracker)
         self.tracker = replace(tracker, half_life=self._adaptive.half_life_steps)
         self._breaker = msgspec.convert(state["breaker"], BreakerState)
@@ -327,10 +331,16 @@ class StalenessControl:
             self._breaker = BreakerState()
         if not self._adaptive.enabled or self._adaptive.rule is AdaptiveRule.fixed:
             return
+        if state.get("start", self._eta) != self._eta:  # absent, as the others, in a checkpoint of an earlier release
+            return
+        bound, goodput = msgspec.convert(state["bound"], LagBound), msgspec.convert(state["goodput"], GoodputState)
+        shift, own = self._offset - state.get("offset", self._offset), self._adaptive.rule.name
+        if state.get("rule", own) != own:  # it goes on from where another rule has led
+            eta, shift = int(state["eta"]), self._offset
+            bound, goodput = LagBound(float(eta), eta), GoodputState(eta)
         low, high = self._adaptive.min_eta + self._offset, self._adaptive.max_eta + self._offset
-        bound = msgspec.convert(state["bound"], LagBound)
-        self._bound = LagBound(min(high, max(low, bound.smoothed)), min(high, max(low, bound.value)))
-        self._goodput = self._within(msgspec.convert(state["goodput"], GoodputState))
+        smoothed, value = (min(high, max(low, one + shift)) for one in (bound.smoothed, bound.value))
+        self._bound, self._goodput = LagBound(smoothed, int(value)), self._within(goodput)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

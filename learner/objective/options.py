@@ -136,6 +136,29 @@ def starting_coef(kl: KlConfig) -> float:
     return 0.001 if kl.controller == "constant" else 0.2
 
 
+def beginnings(kl: KlConfig, entropy: EntropyConfig, loss: LossConfig) -> dict[str, Any]:
+    """Settings at which weights begin that a controller moves, by their names in a state, and the KL's controller."""
+    found: dict[str, Any] = {}
+    if kl.controller in CONTROLLERS and kl.mode != "off":
+        found |= {"kl": starting_coef(kl), "controller": kl.controller}
+    if entropy.adapt is EntropyAdapt.coef:
+        found["entropy_coef"] = loss.entropy_coef
+    if entropy.adapt is EntropyAdapt.clip_high:
+        found["clip_high"] = loss.clip_high
+    return found
+
+
+def going_on(state: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of a state that `now` goes on from, the beginnings of a resumed run; else these count."""
+    began = state.get("began", now)  # absent in a checkpoint of an earlier release
+    # What no controller moved, or from another setting, is no state.
+    weights = ("kl", "entropy_coef", "clip_high")
+    same = {name: state[name] for name in weights if name in now and began.get(name) == now[name]}
+    if "kl" in same and began["controller"] != now["controller"]:
+        same["kl"] = {"coef": same["kl"]["coef"]}  # the sums are those of another rule
+    return same
+
+
 def controller_options(kl: KlConfig) -> dict[str, Any]:
     """Keyword arguments of the controller; ConfigError names the knobs it has."""
     if kl.controller == "constant":

@@ -212,6 +212,7 @@ class LossWeights:
         self._last: dict[str, float] = {}  # newest measurement of each name in MEASURED
         self._duals = {name: ConstraintState() for name in self._limits}
         self._violations: options.Violations = {}
+        self._began = options.beginnings(kl, entropy, loss)
         self._follow_schedule(num_steps)  # a resumed run starts in the middle of it
 
     @property
@@ -272,7 +273,7 @@ class LossWeights:
         values = {name: meter.value(key) for name, key in MEASURED.items()}
         measured = {name: value for name, value in values.items() if value is not None}
         self._last |= measured
-        if "kl" in measured and self._kl_moves:
+        if "kl" in measured and "kl" in self._began:
             knobs = dict(self._kl_options)
             if self._kl.controller == "horizon":
                 knobs["num_trajectories"] = int(meter.value("policy/num_trajectories") or 0)
@@ -289,11 +290,6 @@ class LossWeights:
                 )
         self._follow_schedule(num_steps)
 
-    @property
-    def _kl_moves(self) -> bool:
-        """A controller moves the weight of the KL term by what was measured."""
-        return self._kl.controller in options.CONTROLLERS and self._kl.mode != "off"
-
     def _follow_schedule(self, num_steps: int) -> None:
         self.clip_scale = options.clip_scale(self._settings, num_steps, self._total_steps)
         if self._kl.controller == "schedule" and self._kl.mode != "off":
@@ -306,18 +302,15 @@ class LossWeights:
         return {
             "kl": asdict(self._kl_state), "entropy_coef": self._bonus, "clip_high": self.clip_high,
             "last": dict(self._last), "constraints": {name: asdict(state) for name, state in self._duals.items()},
-            "violations": dict(self._violations),
+            "violations": dict(self._violations), "began": dict(self._began),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `to_plain()`."""
-        # A weight that no controller moved is no state: the setting of the resumed run counts.
-        if self._kl_moves:
-            self._kl_state = KlState(**state["kl"])
-        if self._entropy.adapt is EntropyAdapt.coef:
-            self._bonus = float(state["entropy_coef"])
-        if self._entropy.adapt is EntropyAdapt.clip_high:
-            self.clip_high = float(state["clip_high"])
+        """Continue from `to_plain()`, with the settings of now."""
+        moved = options.going_on(state, self._began)
+        self._kl_state = KlState(**moved.get("kl", asdict(self._kl_state)))
+        self._bonus = moved.get("entropy_coef", self._bonus)
+        self.clip_high = moved.get("clip_high", self.clip_high)
         self._last = {name: float(value) for name, value in state["last"].items()}
         self._violations = dict(state.get("violations", {}))
         for name in self._duals:

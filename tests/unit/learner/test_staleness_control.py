@@ -409,6 +409,21 @@ def test_restored_under_tighter_settings_it_moves_inside_them():
     assert twin.eta == 8 and plain.eta == 4
 
 
+def test_a_resumed_control_has_the_lead_that_is_set_now_or_goes_on_from_the_one_that_was_reached():
+    off, rules = "staleness.adaptive.enabled=false", ("ess", "goodput")
+    for before in (off, *(f"staleness.adaptive.rule={rule}" for rule in rules)):
+        control = control_of(before, "staleness.adaptive.breaker=false")
+        drifting(control, 1e-6, 60)
+        saved = json.loads(json.dumps(control.to_json()))
+        assert (control.eta == 4) is (before == off)
+        for rule in rules:
+            for words, eta, slack in (((), control.eta, 1), (("staleness.eta=7",), 7, 1),
+                                      (("staleness.max_lag=9",), control.eta, 5)):
+                twin = control_of(f"staleness.adaptive.rule={rule}", *words)
+                twin.restore(saved)
+                assert (twin.eta, twin.max_lag) == (eta, eta + slack), (before, rule, words)
+
+
 def test_sums_by_lag_become_bins_that_keep_count_mean_lag_and_drift():
     bins = to_bins({0: (0.0, 10.0), 8: (1.0, 5.0), 9: (3.0, 15.0), 5000: (9.0, 9.0)})
     tracker = DriftTracker(10.0).observed({0: (0.0, 10.0), 8: (1.0, 5.0), 9: (3.0, 15.0)}, None)

@@ -248,6 +248,35 @@ def test_what_no_controller_moves_follows_the_setting_of_the_resumed_run():
     assert added.multipliers == {"kl": 0.0}
 
 
+def test_a_weight_that_the_resumed_run_begins_elsewhere_is_not_that_of_the_run_before():
+    adapts = {
+        "coef": EntropyConfig(target=1.0, adapt=EntropyAdapt.coef),
+        "clip": EntropyConfig(target=1.0, adapt=EntropyAdapt.clip_high, low=0.1),
+    }
+    befores = [controls(), controls(kl_config(coef=0.3), loss=LossConfig(entropy_coef=0.2, clip_high=0.35))]
+    befores += [controls(kl_config(rule, coef=0.3)) for rule in FEEDBACK]
+    befores += [controls(entropy=one, loss=LossConfig(entropy_coef=0.2, clip_high=0.35)) for one in adapts.values()]
+    for before in befores:
+        saved = json.loads(json.dumps(run(run(before, 0.5), 0.2, of="entropy").to_plain()))
+        for rule in FEEDBACK:
+            resumed = controls(kl_config(rule, coef=0.5))
+            resumed.restore(saved)
+            assert resumed.kl_coef == 0.5, (rule, saved)
+        resumed = [controls(entropy=one, loss=LossConfig(entropy_coef=0.04, clip_high=0.3)) for one in adapts.values()]
+        for one in resumed:
+            one.restore(saved)
+        assert (resumed[0].to_plain()["entropy_coef"], resumed[1].clip_high) == (0.04, 0.3), saved
+
+
+def test_another_controller_goes_on_from_the_weight_without_the_sums_of_the_one_before():
+    before = run(controls(kl_config("pid", coef=0.3)), 0.5)
+    resumed = controls(kl_config("log_integral", coef=0.3))
+    resumed.restore(before.to_plain())
+
+    assert resumed.to_plain()["kl"] == {"coef": before.kl_coef, "integral": 0.0, "previous_error": 0.0}
+    assert before.kl_coef != 0.3
+
+
 def test_only_weights_that_exist_are_recorded():
     assert recorded(controls()) == {"step": 0}
     assert recorded(controls(kl_config(), loss=LossConfig(entropy_coef=0.1))) == {
