@@ -35,7 +35,7 @@ from envs.family_forms import family_of
 from envs.thoughts import OPENED, TAIL, heard, reopened
 from envs.tools.parsing import parse_written
 from envs.tools.taught import UNREAD, unread_call
-from envs.tools.turns import split_turns
+from envs.tools.turns import one_by_one, split_turns
 from streamrl.environment import SYSTEM_ROLES, ChatMessage, InputText
 from streamrl.errors import TaskError
 from streamrl.messages import Member
@@ -215,9 +215,9 @@ class Renderer:
             whole = self._template(turn, chosen)
         except (TaskError, TypeError):
             calls = [_call_of(one) for one in messages if one.role == "tool"]
-            with suppress(TaskError, TemplateError, TypeError):
-                if calls:
-                    return self._after_calls(calls, messages, chosen)
+            for some in (calls, calls[:1]) if calls else ():  # gpt-oss' template writes one call a message
+                with suppress(TaskError, TemplateError, TypeError):
+                    return self._after_calls(some, messages, chosen)
             whole = self._template(turn, tools)  # Hermes 2's goes through the tools, also where none are given
         _, found, after = whole.partition(_ANSWER)
         if not found:
@@ -284,15 +284,25 @@ class Renderer:
                 replace(one, content=self._family.repeated(reopened(one.content))) if one.role == "assistant" else one
                 for one in messages
             ]
-        if self._family.rewrites and not self._family.own_thought:
-            return self._written(split_turns(messages, tools, keeps_words=self._keeps_words), tools)
-        try:
-            return self._written(messages, tools)
-        except TaskError:
-            parts = split_turns(messages, tools)
-            if parts == list(messages):
-                raise
-            return self._written(parts, tools)
+        failure: TaskError | None = None
+        for reading in self._readings(messages, tools):
+            try:
+                return self._written(reading, tools)
+            except TaskError as error:
+                failure = failure or error
+        assert failure is not None, "there is a reading"
+        raise failure
+
+    def _readings(self, messages: Sequence[ChatMessage], tools: Tools) -> Iterator[Sequence[ChatMessage]]:
+        """The conversation in the forms that templates may want, each once."""
+        own = self._family.rewrites and not self._family.own_thought
+        if not own:
+            yield messages
+        parts = split_turns(messages, tools, keeps_words=not own or self._keeps_words)
+        if own or parts != list(messages):
+            yield parts
+        if (apart := one_by_one(parts)) != parts:
+            yield apart
 
     @cached_property
     def _opens_thoughts(self) -> bool:

@@ -33,10 +33,32 @@ def split_turns(
     found = list(messages)
     for place, one in enumerate(messages):
         if one.role == "assistant":
-            results = takewhile(lambda after: after.role == "tool", messages[place + 1 :])
-            ids = [after.fields.get("tool_call_id") for after in results]
+            ids = [after.fields.get("tool_call_id") for after in _results(messages[place + 1 :])]
             found[place] = _split(one, tools, ids, keeps_words)
     return found
+
+
+def one_by_one(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The conversation with one call a message, each before its result; as it is where one has no result."""
+    found: list[ChatMessage] = []
+    left: list[ChatMessage] = []  # the message before each result that is yet to come
+    for place, one in enumerate(messages):
+        if one.role == "tool":
+            found += [*left[:1], one]
+            left = left[1:]
+            continue
+        calls, results = one.fields.get("tool_calls") or (), _results(messages[place + 1 :])
+        if len(calls) < 2 or len(results) < len(calls):
+            found.append(one)
+            continue
+        others = {name: value for name, value in one.fields.items() if name not in THOUGHTS}
+        left = [replace(one, content="", fields={**others, "tool_calls": [call]}) for call in calls]
+        left[0] = replace(one, fields={**one.fields, "tool_calls": [calls[0]]})
+    return found
+
+
+def _results(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    return list(takewhile(lambda one: one.role == "tool", messages))
 
 
 def _split(message: ChatMessage, tools: Described, ids: Sequence[Any], keeps_words: bool) -> ChatMessage:

@@ -45,7 +45,9 @@ def _score(record: RunRecord) -> list[str]:
     score = compact(best["eval/score"])
     seconds = duration(best.get("run/wall_s"))
     task = headline.task(record)
-    return [f"{task} from {first} to {score} in {seconds}"]
+    last = compact(rows[-1]["eval/score"])
+    ended = "" if last == score else f", {last} at the end"
+    return [f"{task} from {first} to {score} in {seconds}{ended}"]
 
 
 def _peak(record: RunRecord, name: str) -> float:

@@ -349,3 +349,24 @@ def test_a_turn_ends_once_whichever_end_the_model_chose(template, closing, ends,
         follows = whole.partition("It is 7.")[2]
         assert follows.startswith(closing)
         assert renderer.whole_text(talk.ids).rpartition("It is 7.")[2] == end + follows.removeprefix(closing)
+
+
+@pytest.mark.parametrize("append", [True, False])
+@pytest.mark.parametrize("family", ["gpt-oss", "gemma-4", "nemotron-3"])
+def test_two_calls_of_a_turn_get_both_results_also_where_a_message_has_one_call(family, append):
+    """gpt-oss' template writes the first call of a message alone."""
+    renderer, (*_, called, _) = renderer_of(family), FAMILIES[family]
+    if family == "gpt-oss":
+        both = called + "<|start|>assistant" + called[called.index("<|channel|>comm") :]
+    elif family == "gemma-4":
+        both = called.replace("<tool_call|>", "<tool_call|>" + called[called.index("<|tool_call>") :], 1)
+    else:
+        both = called.replace("</minimax", CALL.removeprefix("<minimax:tool_call>\n") + "</minimax")
+    talk = conversation(renderer, append=append)
+    assert len(parse_written(spoken(talk.hear(renderer.encode(both))), TOOLS)) == 2
+
+    results = [ChatMessage("tool", f"Result {n}", {**RESULT.fields, "tool_call_id": f"call0000{n}"}) for n in (1, 2)]
+    talk.answer(Step(0.0, done=False, messages=results))
+
+    whole = renderer.tokenizer.decode(talk.ids)
+    assert 0 < whole.index("3+4?") < whole.index("Result 1") < whole.index("Result 2")

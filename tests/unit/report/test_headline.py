@@ -130,6 +130,8 @@ def test_a_run_in_one_line_has_its_usual_rates_its_best_score_and_the_memory_of_
         "models/smollm2-135m on 1 NVIDIA H200: 3000 tokens/s generated, 1000 trained; gsm8k from 0.4 to 0.95 in 1m33s; "
         "peak memory 12.5 GiB"
     )
+    fell = [*rows, {"step": 5, "eval/score": 0.6, "run/wall_s": 200.0}]
+    assert "from 0.4 to 0.95 in 1m33s, 0.6 at the end; " in readme_line(record_of(fell, config=settings), "a laptop")
     on_host = [{"step": 1, "system/rss_bytes": 1 << 30, "hub/actor_rss_bytes": 1 << 29}]
     assert readme_line(record_of(on_host), "2 CPU cores").endswith(
         " on 2 CPU cores: - tokens/s generated, - trained; peak memory 1.5 GiB of the host"
