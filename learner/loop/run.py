@@ -179,6 +179,7 @@ class Run(Callbacks):
             "wall_s": recorder.wall_s if recorder else 0.0,
             "trained_tokens": recorder.trained_tokens if recorder else 0,
             "adapter": self.adapter.to_plain() if self.adapter is not None else None,
+            "start_model": str(self.model_dir.resolve()),
             "controls": {**self.trainer.objective.to_plain(), "staleness": self.staleness.to_json()},
         }
 

@@ -39,7 +39,7 @@ from learner.model.policy import Inspected, Policy, load_policy, shard
 from learner.ranks.mesh import Ranks
 from streamrl.algorithms import dueling_q, find_estimator, value_loss
 from streamrl.config.schema import CriticAvgLevel, CriticConfig, CriticKind
-from streamrl.errors import ConfigError
+from streamrl.errors import CheckpointError, ConfigError
 
 _MOMENT_DECAY = 0.99
 """Of the running moments of targets, a batch: they must follow a policy that learns, and outlast a batch."""
@@ -157,7 +157,13 @@ class Critic:
         """
         if not shards.has("critic/"):
             return False
-        read_training_tensors(shards, self.module, self.optimizer, "critic/")
+        try:
+            read_training_tensors(shards, self.module, self.optimizer, "critic/")
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the run's critic is another one than the settings make ({error}): leave critic.kind, "
+                "critic.model_path and whether advantage.estimator is retrace_q as they were, or start a new run"
+            ) from error
         if shards.has("critic/targets"):
             self.moments = shards.read_whole("critic/targets")
         else:  # of an older version, whose outputs were the values

@@ -39,6 +39,8 @@ from streamrl.architectures.positions import num_positions
 from streamrl.config.eval_sets import longest_sequence
 from streamrl.config.rules import lag_rule, largest_max_lag, soft_max_lag, steps_per_batch
 from streamrl.config.schema import Config, CriticKind, LoraBase, LoraConfig, ReferenceConfig, SkipZeroAdvantage
+from streamrl.errors import ConfigError
+from streamrl.weights.saved import weights_digest
 
 log = logging.getLogger("streamrl.learner")
 
@@ -53,9 +55,14 @@ def load_trainer(
     adapter = describe_adapter(config.policy.lora, model_dir, ranks)
     if past.checkpoint is not None:
         check_resumed(past.checkpoint.extra.get("adapter"), adapter, ranks)
+    with_reference, reference = needs_reference(config.kl, config.constraint), config.reference
+    if past.checkpoint is not None and adapter is None:
+        check_start(
+            past.checkpoint.extra.get("start_model"), model_dir, ranks,
+            is_reference=with_reference and reference.model_path is None and not reference.sync_every_steps,
+        )
     networks = load_networks(
-        config, model_dir, past, ranks, with_critic=objective.has_critic,
-        with_reference=needs_reference(config.kl, config.constraint),
+        config, model_dir, past, ranks, with_critic=objective.has_critic, with_reference=with_reference
     )
     settings = _trainer_settings(config, ranks)
     schedule = make_schedule(
@@ -67,6 +74,31 @@ def load_trainer(
     if config.policy.lora.rank is not None:  # what the adapter is added to, in the values that actors get
         round_frozen(networks.policy, settings.wire_dtype)
     return trainer, adapter
+
+
+def check_start(saved: str | None, model_dir: Path, ranks: Ranks, *, is_reference: bool) -> None:
+    """Refuse another starting model than the run's where it is the reference, and tell of it elsewhere; collective.
+
+    Args:
+        saved: folder of the run's; None in a checkpoint of an earlier release.
+    Raises:
+        ConfigError: on every rank.
+    """
+    before, problem = Path(saved or model_dir), ""
+    if ranks.rank == 0 and before.resolve() != model_dir.resolve():
+        if not before.is_dir():
+            if is_reference:
+                log.warning("%s, where the run started, is not there: %s must have the same weights, as the reference",
+                            before, model_dir)
+        elif weights_digest(before) != weights_digest(model_dir):
+            problem = f"the run started from the weights in {before}, and those in {model_dir} are others"
+    if ranks.maximum(float(bool(problem and is_reference))):
+        raise ConfigError(
+            f"{problem or 'rank 0 found other weights to start from'}: they would become the reference. Set "
+            f"policy.model_path, or the task, run.seed and policy.tiny, as they were, or reference.model_path={before}"
+        )
+    if problem:
+        log.warning("%s: they are not read, since the run goes on with those of its checkpoint", problem)
 
 
 def _trainer_settings(config: Config, ranks: Ranks) -> TrainerSettings:
@@ -226,6 +258,9 @@ def _restore_auxiliary(checkpoint: Checkpoint, networks: Networks, *, reference_
         proximal.sync(networks.policy)
     if reference is not None and reference_moves:
         reference.restore(checkpoint.shards())  # not in the checkpoint of a run that only now lets it move
+    elif reference is not None and checkpoint.shards().has("frozen/reference/"):
+        log.warning("reference.sync_every_steps=0: the reference is not the one that the run had synced, but the model "
+                    "it began with; a number beyond trainer.num_steps would keep that one")
 
 
 def steered_trainer(config: Config, model_dir: Path) -> tuple[Trainer, StalenessControl]:

@@ -37,6 +37,11 @@ def resume(words: list[str]) -> int:
     os.execv(line[0], line)
 
 
+def key_of(word: str) -> str:
+    """The setting or group that a word is about."""
+    return word.partition("=")[0].lstrip("+~")
+
+
 def command_of(run: NamedRun, changes: list[str]) -> list[str]:
     """`launch` or `learner`, with the words of the run's last start and these changes.
 
@@ -55,8 +60,12 @@ def command_of(run: NamedRun, changes: list[str]) -> list[str]:
         raise ControlError(f"{run.path}/run.json does not say how the run was started: repeat that command with "
                            f"run.dir={run.path} checkpoint.resume=true")
     _, verb, *before = words
-    changed = {word.partition("=")[0].lstrip("+~") for word in changes} | set(SET_HERE)
-    kept = [word for word in before if word.partition("=")[0].lstrip("+~") not in changed]
+    changed = {key_of(word) for word in changes} | set(SET_HERE)
+    removed = {key_of(word) for word in changes if word.startswith("~") and "." in key_of(word)}
+    kept = [
+        word for word in before
+        if key_of(word) not in changed or (key_of(word) in removed and not word.startswith("~"))  # it takes that away
+    ]
     ended = str(run.status.get("state", "")) == "finished"
     if ended and not changed & {"trainer.num_steps", "trainer.num_epochs"}:
         raise ControlError(

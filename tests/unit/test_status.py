@@ -7,11 +7,14 @@ import json
 import os
 import threading
 import time
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import zmq
 
+from streamrl.config.catalog import open_mappings
+from streamrl.config.load import load_partial
 from streamrl.errors import ControlError
 from streamrl.run_dirs import LAUNCH_NOTE, note_start
 from streamrl.transport.control import ControlServer, note
@@ -85,6 +88,16 @@ def test_a_run_that_is_over_can_be_resumed_wherever_it_ran(tmp_path, case, capsy
     assert status([str(run)]) == 0
     assert " is over: " in capsys.readouterr().out
     assert "trainer.num_steps=9" in command_of(find_run(str(run)), ["trainer.num_steps=9"])
+
+
+def test_a_resumed_run_takes_away_whatever_its_last_start_gave(tmp_path):
+    for prefix in open_mappings():
+        for before in ([f"{prefix}x=1"], [f"+{prefix}x=1", f"~{prefix}x", f"{prefix}x=2"], [f"{prefix[:-1]}={{x: 1}}"]):
+            run = run_of(tmp_path, {**note(""), "host": "node7"}, state="stopped")
+            note_start(run, ["streamrl", "launch", "staleness.eta=3", *before])
+            _, *words = command_of(find_run(str(run)), [f"~{prefix}x", "staleness.eta=1"])
+            config = load_partial(words)
+            assert "x" not in attrgetter(prefix[:-1])(config) and config.staleness.eta == 1, words
 
 
 @pytest.mark.parametrize("lock", [None, "LOCK", "LAUNCH_LOCK"])

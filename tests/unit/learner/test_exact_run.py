@@ -1,6 +1,7 @@
 """A run that is killed and resumed has, on the same log of batches, the very bits of one that was not."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from learner.ranks.mesh import Ranks
 from learner.setup import hub
 from learner.setup.compose import build_run, tear_down
 from streamrl.config.load import load_config
+from streamrl.errors import StreamrlError
 from tests.fakes.batch_log import FakeHubLink, FakeHubProcess
 
 pytestmark = pytest.mark.timeout(300)
@@ -96,6 +98,39 @@ def test_every_tensor_every_control_and_every_metric_is_the_same(learn, tmp_path
     assert len(measured) == len(again) == NUM_STEPS
     pairs = zip(measured, again, strict=True)
     assert not {key for one, two in pairs for key in one | two if one.get(key) != two.get(key)}
+
+
+OTHERS = {
+    "reference": (("kl.mode=k2_is",), ("kl.mode=k2_is", "run.seed=7"), "they would become the reference. Set policy"),
+    "critic": (("algorithm=ppo",), ("algorithm=ppo", "critic.kind=model"), "leave critic.kind, critic.model_path"),
+    "its values": (("algorithm=ppo",), ("advantage.estimator=retrace_q",), "advantage.estimator is retrace_q as"),
+}
+
+
+@pytest.mark.parametrize("before, now, wanted", OTHERS.values(), ids=OTHERS.keys())
+def test_a_network_that_the_settings_of_a_resumed_run_exchange_is_refused_by_its_setting(
+    learn, tmp_path, before, now, wanted
+):
+    learn(tmp_path / "run", *before, killed_after=2)
+    with pytest.raises(StreamrlError, match=wanted):
+        learn(tmp_path / "run", *now, "checkpoint.resume=true", killed_after=3)
+
+    learn(tmp_path / "run", *before, "checkpoint.resume=true", killed_after=3)
+    assert len(rows(tmp_path / "run")) == 3
+
+
+def test_what_a_resumed_run_does_not_read_of_another_start_is_told(learn, tmp_path, caplog):
+    learn(tmp_path / "run", "kl.mode=k2_is", "reference.sync_every_steps=1", killed_after=2)
+    copied = shutil.copytree(tmp_path / "models", tmp_path / "moved")
+    for words, told in (
+        (("run.seed=7",), "they are not read, since the run goes on with those of its checkpoint"),
+        (("kl.mode=k2_is",), "the reference is not the one that the run had synced"),
+        (("kl.mode=k2_is", "reference.sync_every_steps=9", f"policy.tiny.cache_dir={copied}"), None),
+    ):
+        run = shutil.copytree(tmp_path / "run", tmp_path / f"run-{len(caplog.text)}")
+        caplog.clear()
+        learn(run, *words, "checkpoint.resume=true", killed_after=3)
+        assert ("the run" in caplog.text) is (told is not None) and (told or "") in caplog.text
 
 
 def latest(folder: Path) -> str:
