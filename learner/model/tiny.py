@@ -292,6 +292,12 @@ def _tokenizer(vocabulary: Mapping[str, int], max_positions: int) -> PreTrainedT
     return tokenizer
 
 
+def unknown_characters(model_dir: Path, dialogues: Sequence[Dialogue]) -> str:
+    """The characters of these texts that a tiny model has no token for."""
+    known = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False).get_vocab()
+    return "".join(sorted({c for dialogue in dialogues for text in dialogue for c in text} - known.keys()))
+
+
 def prepare_tiny_model(
     cache_dir: Path | str, task: Task, *, hidden_size: int = 64, num_layers: int = 2, num_heads: int = 4,
     architecture: str = "qwen3", max_positions: int = 128, num_warm_start_steps: int = 300,

@@ -203,7 +203,7 @@ def open_run(
     prepare_inputs(config, ranks.device)
     task = task_of(config)
     fit_to_records(config, task)
-    model_dir = starting_model(config, task, ranks)
+    model_dir = starting_model(config, task, ranks, run_dir)
     past = ResumeState(history.starts[-1].run_id) if checkpoint is None else ResumeState(
         history.starts[-1].run_id, checkpoint.version, checkpoint=checkpoint
     )

@@ -19,7 +19,7 @@ from envs.registry import task_of
 from learner.checkpoint.checkpoint import ResumeState, find_resume_state, surviving_lineage
 from learner.checkpoint.run_lock import RunLock, lock_run_dir
 from learner.model.config_file import policy_vocab_size
-from learner.model.paths import model_directory
+from learner.model.paths import keep_tiny_model, model_directory
 from learner.ranks.mesh import Ranks
 from learner.setup.model_hub import find_models
 from learner.setup.preflight import check_settings, checked_eval_sets, models_of
@@ -78,7 +78,9 @@ def open_inputs(config: Config, run_dir: Path, ranks: Ranks) -> Inputs:
     if not config.launch.debug:  # else its first episode may stand in a debugger
         check_task(task, limit_s=config.env.step_timeout_s)  # fails here by name, not in an actor an hour later
     sets = fit_to_records(config, task)
-    model_dir = starting_model(config, task, ranks)
+    model_dir = starting_model(config, task, ranks, run_dir if config.checkpoint.resume else None)
+    if config.policy.tiny.enabled:
+        keep_tiny_model(model_dir, run_dir, task, ranks, max_positions=config.learner.max_row_tokens)
     past = find_resume_state(
         run_dir, ranks, resume=config.checkpoint.resume, name=config.run.name,
         num_minibatches=config.learner.num_minibatches, num_epochs=config.learner.num_epochs,
@@ -89,11 +91,15 @@ def open_inputs(config: Config, run_dir: Path, ranks: Ranks) -> Inputs:
     )
 
 
-def starting_model(config: Config, task: Task, ranks: Ranks) -> Path:
-    """The folder of the model that the run starts from, made first if it is a tiny one; a collective call."""
+def starting_model(config: Config, task: Task, ranks: Ranks, run_dir: Path | None) -> Path:
+    """The folder of the model that the run starts from, made first if it is a tiny one; a collective call.
+
+    Args:
+        run_dir: of a run that goes on, or is trained again.
+    """
     return model_directory(
         config.policy, task, ranks, seed=config.run.seed, num_threads=config.run.num_threads,
-        max_positions=config.learner.max_row_tokens,
+        max_positions=config.learner.max_row_tokens, run_dir=run_dir,
     )
 
 

@@ -74,7 +74,7 @@ def contents(run_dir: Path, *, with_model: bool, with_checkpoints: bool) -> tupl
     if not own:
         _refuse_links(run_dir, files)
     # What somebody else's settings call the model could be any folder of this machine: it goes along if asked for.
-    model = _start_model(config) if with_model or own else {}
+    model = _start_model(config, run_dir) if with_model or own else {}
     if with_model and not model and not config.policy.tiny.enabled:
         raise ControlError(f"the starting model {config.policy.model_path} is no folder here: leave out --with-model")
     if with_model or sum(path.stat().st_size for path in model.values()) <= SMALL_BYTES:
@@ -112,10 +112,11 @@ def _checkpoints(run_dir: Path, history: History, *, complete: bool, every: bool
         yield usable[0]
 
 
-def _start_model(config: Config) -> dict[str, Path]:
-    """The files of the model that the run started from; none of a tiny one, which is made from the seed."""
-    folder = Path(config.policy.model_path or "")
-    if config.policy.tiny.enabled or not config.policy.model_path or not folder.is_dir():
+def _start_model(config: Config, run_dir: Path) -> dict[str, Path]:
+    """The files of the model that the run started from; a tiny one is kept in its directory."""
+    tiny, named = config.policy.tiny.enabled, config.policy.model_path
+    folder = run_dir / START_MODEL if tiny else Path(named or "")
+    if not (tiny or named) or not folder.is_dir():
         return {}
     kept = (path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".safetensors", ".jinja", ".txt"))
     return {f"{START_MODEL}/{path.name}": path for path in kept}

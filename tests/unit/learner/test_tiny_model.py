@@ -2,16 +2,21 @@
 
 import json
 import random
+import re
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from envs.tasks.strings import StringTask
 from learner.data.dialogues import task_dialogues
 from learner.model import tiny
 from learner.model.tiny import make_tiny_model, prepare_tiny_model, warm_start
+from learner.ranks.mesh import Ranks
+from learner.setup.inputs import open_inputs
+from streamrl.config.load import load_config
 from streamrl.environment import ChatMessage, SingleTurnTask
 from streamrl.errors import ConfigError, TaskError
 
@@ -255,3 +260,48 @@ def test_a_failed_preparation_leaves_nothing_behind(tmp_path):
         prepare_tiny_model(tmp_path, SORT, hidden_size=30, num_heads=4, progress=lambda _: None)
 
     assert list(tmp_path.iterdir()) == []
+
+
+RESUMED = {  # of letters that the run's own model has, or has not
+    "same": ("env.options.alphabet=abcd", ""), "fewer": ("env.options.alphabet=cdb", ""),
+    "as many others": ("env.options.alphabet=wxyz", "'wxyz'"), "one more": ("env.options.alphabet=abcde", "'e'"),
+    "another task": ("env.name=string.sort", ""), "another seed": ("run.seed=7", ""),
+    "another start": ("policy.tiny.num_warm_start_steps=1", ""), "longer": ("learner.max_tokens_per_device=512", ""),
+    "wider": ("policy.tiny.hidden_size=32", "policy.tiny.hidden_size=16"),
+    "deeper": ("policy.tiny.num_layers=2", "policy.tiny.num_layers=1"),
+    "more heads": ("policy.tiny.num_heads=4", "policy.tiny.num_heads=2"),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_keeps_its_own_tiny_model_or_refuses_what_does_not_fit_it(tmp_path, case):
+    """Whatever its words are now, and whether or not the cache of tiny models still has it."""
+    begun = [
+        "experiment=quickstart", f"policy.tiny.cache_dir={tmp_path / 'models'}", "policy.tiny.hidden_size=16",
+        "policy.tiny.num_layers=1", "policy.tiny.num_heads=2", "policy.tiny.num_warm_start_steps=0",
+        "rollout.max_prompt_tokens=64", "learner.max_tokens_per_device=256", "env.options.alphabet=abcd",
+    ]
+    first = opened(tmp_path / "run", begun)
+    its_own, tokens = load_file(first / "model.safetensors"), (first / "tokenizer.json").read_bytes()
+    shutil.rmtree(tmp_path / "models")
+
+    word, refused = RESUMED[case]
+    kept = [one for one in begun if one.partition("=")[0] != word.partition("=")[0]]
+    words = [*kept, word, "env.options.max_length=7", "checkpoint.resume=true"]
+    if refused:
+        with pytest.raises(ConfigError, match=re.escape(refused)):
+            opened(tmp_path / "run", words)
+        return
+    now = opened(tmp_path / "run", words)
+    assert all(torch.equal(tensor, its_own[name]) for name, tensor in load_file(now / "model.safetensors").items())
+    assert (now / "tokenizer.json").read_bytes() == tokens
+    positions = AutoConfig.from_pretrained(now).max_position_embeddings
+    assert positions == AutoTokenizer.from_pretrained(now).model_max_length == (512 if case == "longer" else 256)
+
+
+def opened(run_dir, words):
+    """The model that a run with these words starts from, as its learner opens it."""
+    run_dir.mkdir(exist_ok=True)
+    found = open_inputs(load_config(words), run_dir, Ranks())
+    found.lock.release()
+    return found.model_dir
