@@ -25,7 +25,7 @@ RUNS = Path("runs")
 """Where commands look for a run by its name."""
 LAUNCH_NOTE = "launch.json"
 """In the run directory while `streamrl launch` runs: where `streamrl scale` asks."""
-LAUNCH_LOCK = "LAUNCH_LOCK"
+LAUNCH_LOCK, SWEEP_LOCK = "LAUNCH_LOCK", "SWEEP_LOCK"
 MARKS = ("EPOCH", "run.json", LAUNCH_NOTE, "metrics.jsonl", FAILURE)
 """Files that only a run directory has."""
 MAX_NAMED = 8
@@ -88,6 +88,18 @@ def find_run_dir(word: str | os.PathLike[str], root: Path = RUNS) -> Path:
 
 
 @contextmanager
+def sweep_lock(directory: Path) -> Iterator[None]:
+    """Hold the sweep in this directory for this process alone. Raises RunLockedError: another process has it."""
+    with open(directory / SWEEP_LOCK, "ab", buffering=0) as lock:
+        if not _is_free(lock, fcntl.LOCK_EX):
+            raise RunLockedError(
+                f"sweep.dir={directory} belongs to a sweep in progress: let it end or stop it first, or choose another "
+                "directory"
+            )
+        yield
+
+
+@contextmanager
 def launch_lock(run_dir: Path) -> Iterator[None]:
     """Hold the run in this directory, which is made, for this launcher alone; no learner has it either.
 
@@ -138,8 +150,10 @@ def note_start(run_dir: Path, command: Sequence[str]) -> None:
     """Add a start to `run.json`: the command line, the time, the version, and the commit of the working directory.
 
     A run that had finished is starting from here on: what this start was asked for stands, however early it is killed.
+    So is one that had failed in a sweep, which is no longer the sweep's last word on it.
     """
     path = run_dir / "run.json"
+    (run_dir / FAILURE).unlink(missing_ok=True)
     started = {
         "command": shlex.join(command), "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "version": __version__, "commit": _commit(),

@@ -101,7 +101,7 @@ def read_run(run_dir: str | os.PathLike[str], *, max_rows: int | None = None) ->
         name=root.resolve().name,
         summary=summary,
         config_text=text_of(root / "config.yaml"),
-        overrides=_overrides(root),
+        overrides=overrides_of(root),
         state=run_state(root, status),
         config=read_object(root / "config.json"),
         starts=starts_of(root),
@@ -167,7 +167,7 @@ def starts_of(root: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in one.items() if isinstance(value, str)} for one in found]
 
 
-def _overrides(root: Path) -> list[str]:
+def overrides_of(root: Path) -> list[str]:
     """Command-line overrides of the run: a YAML list of texts in JSON's quotes, which needs no YAML reader."""
     lines = text_of(root / "overrides.yaml").split("\n")
     return [_unquoted(line[2:].strip()) for line in lines if line.startswith("- ")]

@@ -24,6 +24,7 @@ from streamrl.parent_watch import program
 from streamrl.processes import Child
 from streamrl.report.live.view import Tail
 from streamrl.report.report import write_report
+from streamrl.run_dirs import LAUNCH_LOCK, is_held
 
 SUBDIR, NUM, MAX_NAME = "{num}-{overrides}", "{num}", 120
 ERRORS_S = 5.0
@@ -137,12 +138,13 @@ class JobRun:
                 write_report(self.job.run_dir)
 
     def mark_failed(self, code: int) -> str:
-        """Write into its directory why it failed, and return it in one line."""
+        """Return why it failed in one line, written into its directory unless somebody else does the run there."""
         cause = str(read_object(self.job.run_dir / "summary.json").get("failed", ""))
         log = self.job.run_dir / "logs" / "learner.log"
         reason = self.reason or cause or _last_line(self.log_path) or _last_line(log)
         text = f"status {code}{': ' if reason else ''}{reason}"
-        (self.job.run_dir / FAILURE).write_text(text + "\n")
+        if not is_held(self.job.run_dir / LAUNCH_LOCK):
+            (self.job.run_dir / FAILURE).write_text(text + "\n")
         return text
 
 

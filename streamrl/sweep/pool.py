@@ -32,8 +32,8 @@ class Source(Protocol):
 class Grid:
     """Every combination once; none is pruned."""
 
-    def __init__(self, combinations: Sequence[Sequence[str]]) -> None:
-        self._left = [(number, tuple(words)) for number, words in enumerate(combinations)]
+    def __init__(self, combinations: Sequence[tuple[int, tuple[str, ...]]]) -> None:
+        self._left = list(combinations)
 
     def next(self) -> tuple[int, tuple[str, ...]] | None:
         return self._left.pop(0) if self._left else None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
@@ -21,17 +22,24 @@ from streamrl.config.schema_system import SweepLauncher
 from streamrl.errors import ConfigError, in_one_line
 from streamrl.gpus import visible_gpus
 from streamrl.launch import EXIT_INTERRUPTED, Interrupts
-from streamrl.metrics.files import write_atomic
+from streamrl.metrics.files import read_object, write_atomic
 from streamrl.metrics.ranking import Objective, Outcome, outcome
-from streamrl.metrics.run_record import RunRecord, is_run, read_run
+from streamrl.metrics.run_record import RunRecord, is_run, overrides_of, read_run
 from streamrl.processes import num_cores
 from streamrl.report.compare import write_comparison
 from streamrl.report.index import write_pages
+from streamrl.run_dirs import SWEEP_LOCK, sweep_lock
 from streamrl.sweep.cluster import Cluster
-from streamrl.sweep.job import make_job, number_in, numbered
+from streamrl.sweep.job import NUM, SUBDIR, is_done, make_job, number_in, numbered
 from streamrl.sweep.pool import Grid, Pool, Source
 from streamrl.sweep.study import GRID, Search, check_search
 from streamrl.sweep.words import SweepWords, parse_sweep
+
+AROUND = {
+    "launch", "hub", "actors", "publish", "tracking", "samples", "checkpoint", "stream", "run", "sweep", "search",
+    "hydra", "learner.max_tokens_per_device", "learner.max_inference_tokens_per_device",
+}
+"""Sections and settings that may change while a sweep goes on: the results of its runs do not depend on them."""
 
 
 def launch_sweep(typed: Sequence[str]) -> int:
@@ -49,7 +57,18 @@ def launch_sweep(typed: Sequence[str]) -> int:
     config.sweep.num_parallel = num_at_once(config.sweep, len(combinations))
     _check(config, objective, words)
     directory = _choose_directory(config)
+    with sweep_lock(directory):
+        _check_same_settings(directory, typed, words)
+        return _do(directory, config, typed, words, combinations, objective, cluster)
+
+
+def _do(
+    directory: Path, config: Config, typed: Sequence[str], words: SweepWords, combinations: Sequence[tuple[str, ...]],
+    objective: Objective, cluster: Cluster | None,
+) -> int:
+    """Do the runs of a sweep that is possible; returns its status."""
     print(f"sweep directory: {directory}", flush=True)
+    is_grid = config.sweep.sampler == GRID
     on_slurm = config.sweep.launcher is SweepLauncher.submitit_slurm
     places = [{}] * config.sweep.num_parallel if on_slurm else shares(
         config.sweep.num_parallel, num_cores(), visible_gpus(os.environ), os.environ
@@ -57,7 +76,8 @@ def launch_sweep(typed: Sequence[str]) -> int:
     if len(places) > 1 and not on_slurm:
         print(f"{describe(places)}; the output of each is in its logs/launch.log", flush=True)
     source: Source = (
-        Grid(combinations) if is_grid else Search(directory, words.axes, config.sweep, config.run.seed)
+        Grid(_numbers(directory, combinations, config.sweep.subdir)) if is_grid else
+        Search(directory, words.axes, config.sweep, config.run.seed)
     )
     job_of = partial(make_job, directory, words.fixed, config.sweep.subdir)
     with Interrupts() as interrupts:
@@ -194,13 +214,57 @@ def _choose_directory(config: Config) -> Path:
         directory = Path(config.run.root) / f"sweep-{datetime.now():%Y%m%d-%H%M%S}"
     else:
         directory = Path(config.sweep.dir)
-        if not resume and directory.is_dir() and any(directory.iterdir()):
+        if not resume and directory.is_dir() and any(one.name != SWEEP_LOCK for one in directory.iterdir()):
             raise ConfigError(
                 f"sweep.dir={directory} already holds files: add checkpoint.resume=true to go on with its sweep, or "
                 "choose another"
             )
     directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+def _numbers(
+    directory: Path, combinations: Sequence[tuple[str, ...]], subdir: str | None
+) -> list[tuple[int, tuple[str, ...]]]:
+    """The combinations with their numbers; one that has a directory, perhaps of a grid of other values, keeps its."""
+    if NUM not in (subdir or SUBDIR):  # the words alone name a directory
+        return list(enumerate(combinations))
+    found: dict[tuple[str, ...], int] = {}
+    for path in sorted(directory.iterdir()):
+        number, words = number_in(path.name, subdir), tuple(overrides_of(path))
+        if make_job(directory, (), subdir, number, words).run_dir == path:
+            found.setdefault(words, number)
+    free = (number for number in count() if number not in found.values())
+    return [(found[words] if words in found else next(free), words) for words in combinations]
+
+
+def _check_same_settings(directory: Path, typed: Sequence[str], words: SweepWords) -> None:
+    """Raise ConfigError if runs are done that other settings than these decided: they would pass for their results."""
+    done = [path for path in directory.iterdir() if path.is_dir() and is_done(path)]
+    command = read_object(directory / "sweep.json").get("command")
+    if not done or not isinstance(command, str):
+        return
+    try:
+        then, now = _deciding(shlex.split(command)[3:]), _deciding(typed)
+    except ValueError:  # a quote that is not closed: somebody has edited it
+        return
+    varied = {word.partition("=")[0] for path in done for word in overrides_of(path)} | words.axes.keys()
+    for key in sorted((then.keys() | now.keys()) - varied):
+        if then.get(key) != now.get(key):
+            raise ConfigError(
+                f"sweep.dir={directory} has {len(done)} runs that are done, with {then.get(key, f'no {key}')}, and "
+                f"these words have {now.get(key, f'no {key}')}: give the same, or choose another directory"
+            )
+
+
+def _deciding(words: Sequence[str]) -> dict[str, str]:
+    """The words by setting, without those on which no run's result depends."""
+    found: dict[str, str] = {}
+    for word in words:
+        key = word.partition("=")[0].lstrip("+~")
+        if key == "run.seed" or not AROUND & {key, re.split("[./]", key)[0]}:
+            found[key] = word
+    return found
 
 
 def _ranked(

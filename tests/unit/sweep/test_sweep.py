@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, RunLockedError
 from streamrl.launch import EXIT_INTERRUPTED
 from streamrl.metrics.ranking import Objective
 from streamrl.metrics.run_record import read_run
+from streamrl.run_dirs import launch_lock
 from streamrl.sweep import sweep
 from streamrl.sweep.job import JobRun, make_job
 from streamrl.sweep.sweep import launch_sweep, resume_command
@@ -186,6 +187,65 @@ def test_a_resumed_grid_does_only_what_is_left(here, capfd):
     assert launch_sweep([*QUICK, "policy.optimizer.lr=0.5,0.25", "checkpoint.resume=true"]) == 0
     printed = capfd.readouterr().out
     assert "=== job 1" in printed and "=== job 0" not in printed and "job 0 finished before" in printed
+
+
+@pytest.mark.parametrize("subdir", [None, "run-{num}", "{overrides}"])
+def test_a_grid_that_goes_on_with_other_values_does_each_once_under_its_own_number(here, capfd, subdir):
+    form = () if subdir is None else (f'sweep.subdir="{subdir}"',)
+    assert launch_sweep([*QUICK, *form, "policy.optimizer.lr=0.5,0.25"]) == 0
+    capfd.readouterr()
+
+    assert launch_sweep([*QUICK, *form, "policy.optimizer.lr=0.125,0.25,0.75", "checkpoint.resume=true"]) == 0
+    printed = capfd.readouterr().out
+    assert printed.count("=== job") == 2 and printed.count("finished before: eval_score_last 5;") == 1
+    assert ranking(here) == [(str(lr), "finished", 20 * lr) for lr in (0.75, 0.5, 0.25, 0.125)]
+    assert len({path.parent for path in here.glob("out/*/summary.json")}) == 4
+
+
+def test_runs_that_are_done_are_no_results_of_other_settings(here):
+    lr = "policy.optimizer.lr=0.5,13.0"
+    assert launch_sweep([*QUICK, lr]) == 1
+    before = (here / "out" / "sweep.json").read_text()
+    for word in ("algorithm=dr_grpo", "trainer.num_steps=7", "env.options.max_length=5", "run.seed=3",
+                 "eval.num_samples=3", "learner.num_epochs=2"):
+        with pytest.raises(ConfigError, match=f"1 runs that are done, with no .*, and these words have {word}: give"):
+            launch_sweep([*QUICK, lr, word, "checkpoint.resume=true"])
+    with pytest.raises(ConfigError, match="with experiment=quickstart, and these words have experiment=countdown"):
+        launch_sweep(["experiment=countdown", *QUICK[1:], lr, "checkpoint.resume=true"])
+    assert (here / "out" / "sweep.json").read_text() == before
+    around = ("hub.dead_after_s=60", "sweep.num_parallel=2", "learner.max_tokens_per_device=2048", "run.name=o")
+    assert launch_sweep([*QUICK, lr, *around, "checkpoint.resume=true"]) == 1
+    assert [value for _, _, value in ranking(here)] == [10.0, None]
+
+
+def test_a_sweep_is_that_of_one_process_and_a_run_that_of_its_own_launcher(here, capfd):
+    """Another sweep is refused; a run that somebody else does is left as it is, and ends as it ends there."""
+    (here / "hold-below").write_text("100")
+    words = [*QUICK, "policy.optimizer.lr=0.5"]
+    with (here / "sweep.log").open("w") as log:
+        first = subprocess.Popen([sys.executable, "-m", "streamrl.cli", "launch", "-m", *words], stdout=log,
+                                 stderr=subprocess.STDOUT)
+    wait_until(lambda: len(list(here.glob("out/*/environment.json"))) == 1, 60, "its run")
+    with pytest.raises(RunLockedError, match="sweep.dir=out belongs to a sweep in progress"):
+        launch_sweep([*words, "checkpoint.resume=true"])
+    assert [path.name for path in here.glob("out/*/failure.txt")] == []
+    (here / "hold-below").unlink()
+    assert first.wait(60) == 0 and read_run(here / "out" / "0-defaults").state == "finished"
+
+    [run] = here.glob("out/0-*")
+    (run / "summary.json").unlink()
+    with launch_lock(run):
+        assert launch_sweep([*words, "checkpoint.resume=true"]) == 1
+    assert "belongs to a run in progress" in capfd.readouterr().out and not (run / "failure.txt").exists()
+
+
+def test_a_failed_run_that_is_resumed_by_itself_is_no_longer_a_failed_one(here):
+    launch_sweep([*QUICK, "policy.optimizer.lr=13.0"])
+    [run] = here.glob("out/0-*")
+    assert read_run(run).state == "failed"
+    command = ["launch", *QUICK[:2], "policy.optimizer.lr=0.5", f"run.dir={run}", "checkpoint.resume=true"]
+    subprocess.run([sys.executable, "-m", "streamrl.cli", *command], check=True, timeout=60)
+    assert read_run(run).state == "finished" and read_run(run).failure == ""
 
 
 @pytest.mark.parametrize(
