@@ -195,7 +195,7 @@ def test_a_grid_that_goes_on_with_other_values_does_each_once_under_its_own_numb
     assert launch_sweep([*QUICK, *form, "policy.optimizer.lr=0.5,0.25"]) == 0
     capfd.readouterr()
 
-    assert launch_sweep([*QUICK, *form, "policy.optimizer.lr=0.125,0.25,0.75", "checkpoint.resume=true"]) == 0
+    assert launch_sweep([*QUICK, *form, "policy.optimizer.lr=0.125,0.75,0.25", "checkpoint.resume=true"]) == 0
     printed = capfd.readouterr().out
     assert printed.count("=== job") == 2 and printed.count("finished before: eval_score_last 5;") == 1
     assert ranking(here) == [(str(lr), "finished", 20 * lr) for lr in (0.75, 0.5, 0.25, 0.125)]
