@@ -57,7 +57,7 @@ def load_trainer(
         check_resumed(past.checkpoint.extra.get("adapter"), adapter, ranks)
     with_reference, reference = needs_reference(config.kl, config.constraint), config.reference
     if past.checkpoint is not None and adapter is None:
-        check_start(
+        check_starting_model(
             past.checkpoint.extra.get("start_model"), model_dir, ranks,
             is_reference=with_reference and reference.model_path is None and not reference.sync_every_steps,
         )
@@ -76,7 +76,7 @@ def load_trainer(
     return trainer, adapter
 
 
-def check_start(saved: str | None, model_dir: Path, ranks: Ranks, *, is_reference: bool) -> None:
+def check_starting_model(saved: str | None, model_dir: Path, ranks: Ranks, *, is_reference: bool) -> None:
     """Refuse another starting model than the run's where it is the reference, and tell of it elsewhere; collective.
 
     Args:

@@ -399,6 +399,25 @@ def places_of(step: int, size: int, num_records: int, *, seed: int, shuffle: boo
         raise ConfigError(
             f"rollout.num_prompts_per_step={size} is more than the {num_records} training records: lower it"
         )
+    return places_from(start_of(step, size, num_records), size, num_records, seed=seed, shuffle=shuffle)
+
+
+def start_of(step: int, size: int, num_records: int) -> tuple[int, int]:
+    """The pass of a step, counted from 0, and how many of its records come before, where all batches have one size."""
     number, at = divmod(step, num_records // size)
+    return number, at * size
+
+
+def start_after(start: tuple[int, int], size: int, num_records: int) -> tuple[int, int]:
+    """Where a batch of this size begins: there, or where too few records are left, with the next pass."""
+    number, read = start
+    return (number, read) if read + size <= num_records else (number + 1, 0)
+
+
+def places_from(
+    start: tuple[int, int], size: int, num_records: int, *, seed: int, shuffle: bool
+) -> list[int]:
+    """The records of a batch that begins there."""
+    number, read = start
     order: Any = _order(num_records, seed, number) if shuffle else range(num_records)
-    return [int(place) for place in order[at * size : (at + 1) * size]]
+    return [int(place) for place in order[read : read + size]]

@@ -40,7 +40,7 @@ from learner.record.recorder import Recorder
 from learner.setup.model_hub import find_models
 from learner.setup.preflight import check_folders
 from learner.setup.publishing import background_of
-from learner.setup.trainer import load_networks
+from learner.setup.trainer import check_starting_model, load_networks
 from learner.sources.skipped import SkippedSteps
 from learner.supervised.methods import (
     Dpo,
@@ -52,7 +52,7 @@ from learner.supervised.methods import (
     load_reward_network,
     needs_reference,
 )
-from learner.supervised.records import Encoder, places_of, plain_template, shape_of
+from learner.supervised.records import Encoder, places_from, places_of, plain_template, shape_of, start_after, start_of
 from streamrl.architectures.positions import num_positions
 from streamrl.config.schema import Config, OnBadRecord
 from streamrl.errors import ConfigError, TaskError
@@ -98,6 +98,8 @@ class Run:
     checkpoints: Checkpoints | None = None
     num_dropped: int = 0
     num_empty: int = 0
+    start: tuple[int, int] = (0, 0)
+    """Pass of the next batch, and how many of its records were read before; batches of a resumed run may differ."""
 
     def train(self) -> bool:
         """Train until the steps are done (True) or a stop is requested (False)."""
@@ -122,7 +124,9 @@ class Run:
         config = self.config
         with self.clock.timed("pack"):
             size, data = config.rollout.num_prompts_per_step, config.data
-            places = places_of(self.step, size, len(self.data.train), seed=config.run.seed, shuffle=data.shuffle)
+            num, self.start = len(self.data.train), start_after(self.start, size, len(self.data.train))
+            places = places_from(self.start, size, num, seed=config.run.seed, shuffle=data.shuffle)
+            self.start = self.start[0], self.start[1] + size
             rows = self.rows(self.data.train, places, "training")
             micro_batches = self.packed(rows, config.learner.max_row_tokens)
         with self.clock.timed("forward_backward"):
@@ -234,6 +238,7 @@ class Run:
             "wall_s": recorder.wall_s if recorder else 0.0, "kind": self.kind,
             "trained_tokens": recorder.trained_tokens if recorder else 0,
             "adapter": self.adapter.to_plain() if self.adapter is not None else None, "controls": {},
+            "start": list(self.start), "start_model": str(self.model_dir.resolve()),
         }
 
     def finish(self, *, completed: bool) -> Summary | None:
@@ -361,6 +366,12 @@ def build_run(
     adapter = describe_adapter(config.policy.lora, model_dir, ranks)
     if past.checkpoint is not None:
         check_resumed(past.checkpoint.extra.get("adapter"), adapter, ranks)
+        if adapter is None:
+            check_starting_model(
+                past.checkpoint.extra.get("start_model"), model_dir, ranks,
+                is_reference=kind == "dpo" and needs_reference(config.dpo) and config.reference.model_path is None,
+            )
+    start = _resumed_start(config, past, len(records.dataset.train))
     method, optimizer = make_method(config, kind, records, past, ranks)
     clock = StepClock(ranks.activity)
     dtype = compute_dtype(config.policy.dtype, ranks.device)
@@ -375,6 +386,7 @@ def build_run(
     run = Run(
         config, kind, run_dir, model_dir, ranks, stop, past, epoch, records.dataset, method, optimizer, adapter, clock,
         schedule, recorder, SkippedSteps(run_dir, limit=config.learner.num_max_skipped_steps), past.version,
+        start=start,
     )
     saving = Saving(
         run_dir, NoHub(), ranks, num_keep=config.checkpoint.num_keep, lock=lock,
@@ -390,6 +402,18 @@ def build_run(
         tensors=lambda: training_tensors(method.network, optimizer),
     )
     return run
+
+
+def _resumed_start(config: Config, past: ResumeState, num_records: int) -> tuple[int, int]:
+    """Where the next batch begins; of a resumed run the steps of `trainer.num_epochs` follow from it."""
+    size, epochs = config.rollout.num_prompts_per_step, config.trainer.num_epochs
+    extra = past.checkpoint.extra if past.checkpoint is not None else {}
+    number, read = extra.get("start") or start_of(past.version, size, num_records)
+    if epochs is not None and past.checkpoint is not None:
+        per_pass, of_this = num_records // size, max(0, num_records - read) // size
+        left = math.ceil(epochs * per_pass) - (number + 1) * per_pass + of_this
+        config.trainer.num_steps = past.version + max(0, left)
+    return number, read
 
 
 def make_method(
