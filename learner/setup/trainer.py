@@ -87,7 +87,7 @@ def check_starting_model(saved: str | None, model_dir: Path, ranks: Ranks, *, is
     before, problem = Path(saved or model_dir), ""
     if ranks.rank == 0 and before.resolve() != model_dir.resolve():
         if not before.is_dir():
-            if is_reference:
+            if is_reference and before.name != model_dir.name:  # a run that was moved keeps its own
                 log.warning("%s, where the run started, is not there: %s must have the same weights, as the reference",
                             before, model_dir)
         elif weights_digest(before) != weights_digest(model_dir):
@@ -95,7 +95,7 @@ def check_starting_model(saved: str | None, model_dir: Path, ranks: Ranks, *, is
     if ranks.maximum(float(bool(problem and is_reference))):
         raise ConfigError(
             f"{problem or 'rank 0 found other weights to start from'}: they would become the reference. Set "
-            f"policy.model_path, or the task, run.seed and policy.tiny, as they were, or reference.model_path={before}"
+            f"policy.model_path as it was, or reference.model_path={before}"
         )
     if problem:
         log.warning("%s: they are not read, since the run goes on with those of its checkpoint", problem)

@@ -100,8 +100,18 @@ def test_every_tensor_every_control_and_every_metric_is_the_same(learn, tmp_path
     assert not {key for one, two in pairs for key in one | two if one.get(key) != two.get(key)}
 
 
+def other_model(folder: Path) -> str:
+    """The starting model of the run there with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    other = shutil.copytree(folder / "run" / "start_model", folder / "other", dirs_exist_ok=True)
+    weights = {name: one + 0.1 for name, one in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    return str(other)
+
+
 OTHERS = {
-    "reference": (("kl.mode=k2_is",), ("kl.mode=k2_is", "run.seed=7"), "they would become the reference. Set policy"),
+    "reference": (("kl.mode=k2_is",), ("kl.mode=k2_is", "policy.model_path=OTHER"), "would become the reference. Set"),
     "critic": (("algorithm=ppo",), ("algorithm=ppo", "critic.kind=model"), "leave critic.kind, critic.model_path"),
     "its values": (("algorithm=ppo",), ("advantage.estimator=retrace_q",), "advantage.estimator is retrace_q as"),
 }
@@ -112,6 +122,7 @@ def test_a_network_that_the_settings_of_a_resumed_run_exchange_is_refused_by_its
     learn, tmp_path, before, now, wanted
 ):
     learn(tmp_path / "run", *before, killed_after=2)
+    now = [word.replace("OTHER", other_model(tmp_path)) for word in now]
     with pytest.raises(StreamrlError, match=wanted):
         learn(tmp_path / "run", *now, "checkpoint.resume=true", killed_after=3)
 
@@ -121,11 +132,11 @@ def test_a_network_that_the_settings_of_a_resumed_run_exchange_is_refused_by_its
 
 def test_what_a_resumed_run_does_not_read_of_another_start_is_told(learn, tmp_path, caplog):
     learn(tmp_path / "run", "kl.mode=k2_is", "reference.sync_every_steps=1", killed_after=2)
-    copied = shutil.copytree(tmp_path / "models", tmp_path / "moved")
+    copied = shutil.copytree(tmp_path / "run" / "start_model", tmp_path / "moved")
     for words, told in (
-        (("run.seed=7",), "they are not read, since the run goes on with those of its checkpoint"),
+        ((f"policy.model_path={other_model(tmp_path)}",), "they are not read, since the run goes on with those of its"),
         (("kl.mode=k2_is",), "the reference is not the one that the run had synced"),
-        (("kl.mode=k2_is", "reference.sync_every_steps=9", f"policy.tiny.cache_dir={copied}"), None),
+        (("kl.mode=k2_is", "reference.sync_every_steps=9", f"policy.model_path={copied}"), None),
     ):
         run = shutil.copytree(tmp_path / "run", tmp_path / f"run-{len(caplog.text)}")
         caplog.clear()
