@@ -36,7 +36,15 @@ from streamrl.parent_watch import program
 from streamrl.processes import num_cores
 from streamrl.report.index import write_pages
 from streamrl.report.readme_line import readme_line
-from streamrl.run_dirs import LAUNCH_NOTE, choose_run_dir, launch_lock, name_or_path, note_start
+from streamrl.run_dirs import (
+    LAUNCH_NOTE,
+    choose_run_dir,
+    forget_refused,
+    launch_lock,
+    name_or_path,
+    note_start,
+    settings_written,
+)
 from streamrl.supervise.actors import EXIT_NO_ACTORS, ActorPool, actor_words
 from streamrl.supervise.caller import Caller
 from streamrl.supervise.check import check_settings
@@ -107,6 +115,7 @@ class Launcher:
             return self._run()
 
     def _run(self) -> int:
+        before = settings_written(self.run_dir)
         note_start(self.run_dir, ["streamrl", "launch", *self._overrides])
         with Interrupts() as interrupts, self._control(), _shown(self._caller, self.run_dir):
             self._learner = self._start_learner()
@@ -116,6 +125,8 @@ class Launcher:
                 self._stop_everything(interrupts)
         if interrupts.count:
             code = EXIT_INTERRUPTED
+        elif code != 0:
+            forget_refused(self.run_dir, before)
         _tell_end(self._caller, self.run_dir, code, lambda: self._why_it_failed(code))
         return code
 
@@ -329,9 +340,12 @@ def _tell_end(caller: Caller, run_dir: Path, code: int, why: Callable[[], str]) 
 def run_in_process(config: Config, words: Sequence[str], run_dir: Path, caller: Caller) -> int:
     """Do the run as threads of this process; returns what `Launcher.run` does, and raises the same."""
     with launch_lock(run_dir):
+        before = settings_written(run_dir)
         note_start(run_dir, ["streamrl", "launch", *words])
         with nullcontext() if config.launch.debug else _shown(caller, run_dir):
             code, cause = run_threads(config, run_dir, caller)
+        if code not in (0, EXIT_INTERRUPTED):
+            forget_refused(run_dir, before)
     _tell_end(caller, run_dir, code, lambda: cause)
     return code
 

@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -152,18 +152,38 @@ def note_start(run_dir: Path, command: Sequence[str]) -> None:
     A run that had finished is starting from here on: what this start was asked for stands, however early it is killed.
     So is one that had failed in a sweep, which is no longer the sweep's last word on it.
     """
-    path = run_dir / "run.json"
     (run_dir / FAILURE).unlink(missing_ok=True)
     started = {
         "command": shlex.join(command), "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "version": __version__, "commit": _commit(),
     }
-    starts = [*starts_of(run_dir), started]
-    write_atomic(path, json.dumps({"starts": starts}, indent=1) + "\n")
-    sign(path)
+    _write_starts(run_dir, [*starts_of(run_dir), started])
     status = read_object(run_dir / "status.json")
     if status.get("state") == "finished":
         write_atomic(run_dir / "status.json", json.dumps({**status, "state": "starting"}))
+
+
+def settings_written(run_dir: Path) -> int:
+    """The time at which a learner last wrote the run's settings, which it does once it has taken them; 0: none has."""
+    path = run_dir / "config.yaml"
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def forget_refused(run_dir: Path, before: int) -> None:
+    """Take the last start back if the learner of a begun run refused it: `streamrl resume` would repeat its words.
+
+    Args:
+        before: `settings_written` before that start.
+    """
+    starts = starts_of(run_dir)
+    if before and before == settings_written(run_dir) and len(starts) > 1:
+        _write_starts(run_dir, starts[:-1])
+
+
+def _write_starts(run_dir: Path, starts: Sequence[Mapping[str, str]]) -> None:
+    path = run_dir / "run.json"
+    write_atomic(path, json.dumps({"starts": starts}, indent=1) + "\n")
+    sign(path)
 
 
 def _commit() -> str:

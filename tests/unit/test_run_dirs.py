@@ -11,7 +11,16 @@ import pytest
 
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError, ControlError, RunLockedError
-from streamrl.run_dirs import choose_run_dir, find_run_dir, has_learner, launch_lock, note_start
+from streamrl.named_code import is_own
+from streamrl.run_dirs import (
+    choose_run_dir,
+    find_run_dir,
+    forget_refused,
+    has_learner,
+    launch_lock,
+    note_start,
+    settings_written,
+)
 from streamrl.verbs.resume import command_of
 from streamrl.verbs.runs import NamedRun, find_run
 from streamrl.verbs.status import _of_launcher
@@ -98,3 +107,19 @@ def test_what_a_finished_run_was_asked_for_in_addition_outlives_a_start_that_was
 
     assert command_of(find_run(str(tmp_path)), []) == more
     assert find_run(str(tmp_path)).status == {"state": "starting", "total_steps": 3, "version": 3}
+
+
+def test_words_that_a_learner_refused_are_not_repeated_by_the_next_resume(tmp_path):
+    def start(*words: str, taken: bool) -> list[str]:
+        before = settings_written(tmp_path)
+        note_start(tmp_path, ["streamrl", "launch", "experiment=quickstart", *words])
+        if taken:  # as a learner does that has loaded its checkpoint
+            (tmp_path / "config.yaml").write_text(f"seed: {before}")
+        forget_refused(tmp_path, before)
+        return command_of(find_run(str(tmp_path)), [])[2:-2]
+
+    assert start("a=1", taken=False) == ["a=1"], "nothing else says how the run is started"
+    assert start("a=2", taken=True) == ["a=2"]
+    assert start("a=2", "policy.lora.rank=4", taken=False) == ["a=2"]
+    assert start("a=3", taken=True) == ["a=3"]
+    assert is_own(tmp_path / "run.json")
