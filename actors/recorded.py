@@ -42,7 +42,7 @@ from streamrl.stream.records import GroupArrived
 
 OF_TASK = ("env.", "data.", "reward.")
 NO_REWARD = ("env.step_timeout_s", "env.num_threads", "env.num_max_instances", "data.shuffle", "data.weights")
-"""Of these sections, without a say in what an answer earns."""
+"""Settings of these sections that do not decide what an answer earns."""
 ROUNDING, DEVICE = 1e-4, 0.3
 """How far scores of a reward model differ, of their size: by the rest of a batch, by bfloat16 and float32."""
 

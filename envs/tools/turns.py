@@ -25,7 +25,7 @@ def before_calls(text: str) -> str:
 def split_turns(
     messages: Sequence[ChatMessage], tools: Described, *, keeps_words: bool = True
 ) -> list[ChatMessage]:
-    """The conversation, each turn of the model split in what it thought, said and called.
+    """The conversation, each turn of the model split into what it thought, said and called.
 
     What was meant as a call and cannot be read becomes one of "unknown", whose result says so. Words beside a call are
     left out unless the template `keeps_words` in their place.

@@ -101,7 +101,7 @@ def check_run(
     _check_memory(config, device, notify)
     check_settings(config, device)
     if idle := idle_settings(config):
-        notify(f"{', '.join(idle)} changes nothing here")
+        notify(f"nothing in this run reads {', '.join(idle)}")
     return chosen
 
 
