@@ -28,7 +28,7 @@ from bench.recovery import last_step, wait
 GROUPS, MEMBERS = 8, 5
 WORDS = (
     "experiment=quickstart", "env.agent=bench.agents_program:run", "env.max_turns=4", "rollout.max_prompt_tokens=48",
-    f"rollout.num_prompts_per_step={GROUPS}", f"rollout.num_responses_per_prompt={MEMBERS}", "launch.num_actors=2",
+    f"rollout.num_responses_per_prompt={MEMBERS}", "launch.num_actors=2",
     "actors.on_install=recompute",  # else the cache of a token may be of an older version than the token
     "hub.num_max_attempts=100", "filter.zero_std=false", "eval.num_samples=8", "checkpoint.export_hf=false",
     "publish.transports=[zmq]",
@@ -58,9 +58,10 @@ def main() -> int:
     return exit_status(lines, arguments.check)
 
 
-def measured(steps: int, seed: int, folder: Path, engine: str = "native") -> dict[str, Any]:
+def measured(steps: int, seed: int, folder: Path, engine: str = "native", groups: int = GROUPS) -> dict[str, Any]:
     run_dir, log = folder / "run", folder / "agents.log"
-    words = [*WORDS, *ENGINES[engine], f"run.dir={run_dir}", f"run.seed={seed}", f"trainer.num_steps={steps}"]
+    words = [*WORDS, *ENGINES[engine], f"run.dir={run_dir}", f"run.seed={seed}", f"trainer.num_steps={steps}",
+             f"rollout.num_prompts_per_step={groups}"]
     command = [sys.executable, "-m", "streamrl.cli"]
     with subprocess.Popen(
         [*command, "launch", *words], env={**os.environ, "AGENTS_LOG": str(log)}, stdout=subprocess.DEVNULL,
@@ -73,20 +74,21 @@ def measured(steps: int, seed: int, folder: Path, engine: str = "native") -> dic
         finally:
             launcher.send_signal(signal.SIGINT)
     subprocess.run([*command, "stream", run_dir, "--outcome", "accepted", "--export", folder / "a.parquet"], check=True)
-    return counted(run_dir, folder / "a.parquet", collections.Counter(log.read_text().split()), steps)
+    noted = collections.Counter(log.read_text().split())
+    return {"steps": steps, **counted(run_dir, folder / "a.parquet", noted, steps * groups)}
 
 
-def counted(run_dir: Path, answers: Path, noted: collections.Counter[str], steps: int) -> dict[str, Any]:
+def counted(run_dir: Path, answers: Path, noted: collections.Counter[str], num_groups: int) -> dict[str, Any]:
     import pyarrow.parquet as pq
 
     rows = [row for row in pq.read_table(answers).to_pylist() if row["trained_at"] is not None]
     sampled = [set(row["versions"]) - {-1} for row in rows]
     of_groups = collections.Counter(row["group_id"] for row in rows)
     return {
-        "steps": steps, "trained": len(rows), "sessions": noted["done"] + noted["died"], "died": noted["died"],
+        "trained": len(rows), "sessions": noted["done"] + noted["died"], "died": noted["died"],
         "answers_lost": noted["dropped"], "actors_killed": 1,
         "twice": len(rows) - len({(row["group_id"], row["member"]) for row in rows}),
-        "lost": steps * GROUPS - sum(size == MEMBERS for size in of_groups.values()),
+        "lost": num_groups - sum(size == MEMBERS for size in of_groups.values()),
         "turns": sorted({row["num_turns"] for row in rows}),
         "sequences": sorted({row["num_sequences"] for row in rows}),
         "calls": {name: noted[name] for name in ("chat", "messages", "responses")},

@@ -48,7 +48,7 @@ def test_two_ranks_pull_toward_a_reference_that_follows_and_go_on_with_it_after_
 
 def test_two_ranks_distill_a_teacher_without_any_reward(harness: RunHarness):
     task = task_of(load_config(["experiment=quickstart"]))
-    teacher = prepare_tiny_model(harness.path, task, num_warm_start_steps=40, stop_at=1.0, seed=5)
+    teacher = prepare_tiny_model(harness.path, task, num_warm_start_steps=40, stop_at=1.0, seed=5, max_positions=512)
     run = harness.launch(*DISTILLED, f"distill.teacher={teacher}")
     assert harness.finish(run, 200) == 0, harness.logs()
     harness.check_metric_keys()
