@@ -22,7 +22,7 @@ from streamrl.metrics.sinks import parse_row
 from streamrl.metrics.summary import Summary
 from streamrl.parent_watch import program
 from streamrl.processes import Child
-from streamrl.report.live.view import Tail
+from streamrl.report.live.view import LAUNCH_LOG, Tail
 from streamrl.report.report import write_report
 from streamrl.run_dirs import LAUNCH_LOCK, is_held
 
@@ -94,7 +94,7 @@ class JobRun:
         (job.run_dir / FAILURE).unlink(missing_ok=True)
         words = "".join(f"- {json.dumps(word, ensure_ascii=False)}\n" for word in job.swept)
         write_atomic(job.run_dir / "overrides.yaml", words)
-        self.log_path = job.run_dir / "logs" / "launch.log"
+        self.log_path = job.run_dir / "logs" / LAUNCH_LOG
         self.log_path.parent.mkdir(exist_ok=True)
         self.reason = ""  # of its failure, where no file of the run has it
         self._metrics = Tail(job.run_dir / "metrics.jsonl")

@@ -13,6 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from os.path import samestat
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +182,15 @@ class Tail:
         return whole.decode("utf-8", errors="replace").splitlines()
 
 
+LAUNCH_LOG = "launch.log"
+"""The log of a sweep's run that holds what its launcher says, and so every line of this display."""
+
+
 class LogReader:
-    """The logs of a run's processes; those that are there at the start are of an earlier part, and skipped."""
+    """The logs of a run's processes; those that are there at the start are of an earlier part, and skipped.
+
+    A file that gets what this display prints is not read: every line would be told again, without end.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -201,7 +210,14 @@ class LogReader:
 
     def _paths(self) -> Iterable[Path]:
         learner_first = sorted(self._root.glob("logs/*.log"), key=lambda path: (path.stem != "learner", path.stem))
-        return [*sorted(self._root.glob("*.log")), *learner_first]
+        return [path for path in (*sorted(self._root.glob("*.log")), *learner_first) if not _is_ours(path)]
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether this process's output goes there: by its name of a sweep, or as its user has directed it."""
+    with suppress(OSError):
+        return path.name == LAUNCH_LOG or any(samestat(path.stat(), os.fstat(stream)) for stream in (1, 2))
+    return False
 
 
 def worth_reading(line: str) -> bool:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 import threading
 from contextlib import closing
 
@@ -289,6 +290,27 @@ def test_logs_of_an_earlier_part_and_routine_lines_are_left_out(tmp_path):
     assert reader.news() == ["09:00:00 learner  resuming from ckpt-00000025", "09:00:01 actor-1  leaving (SIGTERM)"]
     assert not worth_reading("08:25:57 actor    installed version 1:0 by SHM, paused 0.1 ms")
     assert not worth_reading("Traceback (most recent call last):")
+
+
+@pytest.mark.parametrize("name", ["logs/launch.log", "logs/mine.log", "nohup.log"])
+def test_what_the_display_prints_is_not_read_back_from_a_log_of_the_run(tmp_path, capfd, name):
+    log, own = tmp_path / "logs" / "learner.log", tmp_path / name
+    log.parent.mkdir()
+    if own.name == "launch.log":  # by its name: of a sweep's run the parent process writes it
+        own.touch()
+    else:  # directed there by the user
+        own.symlink_to("/proc/self/fd/2")
+    view = LiveView(tmp_path, console=Console(file=sys.stderr, width=100))
+    log.write_text("12:00:00 learner  evaluating\n")
+    for _ in range(3):
+        view.print_news()
+        said = capfd.readouterr().err if own.name == "launch.log" else own.read_text()
+        if own.name == "launch.log":
+            with own.open("a") as file:
+                file.write(said)
+            said = own.read_text()
+
+    assert said.count("evaluating") == 1
 
 
 @pytest.mark.parametrize("terminal", [False, True])
