@@ -101,6 +101,7 @@ class Launcher:
         self._restarts = LearnerRestarts(run_dir, config.launch.num_max_learner_restarts)
         self._standby = Standby(lambda: self._start_learner("--standby", resume=True))
         self._endpoint: str | None = None
+        self._told = ""  # the address that actors were started with
         self._openmp = openmp_environment(num_threads(config), num_cores(), os.environ)
         self._old_hub = self._written_at("hub.json")  # a resumed run's directory holds the former hub's address
         self._began = False
@@ -247,7 +248,10 @@ class Launcher:
         if self._written_at("hub.json") == self._old_hub:
             return
         self._endpoint = json.loads((self.run_dir / "hub.json").read_text())["connect"]
-        if self._began:  # a learner that was started again takes the same address: its actors find it by themselves
+        moved, self._told = self._told != self._endpoint, self._endpoint
+        if self._began:  # a learner that was started again takes the same address, if no other process has taken it
+            if moved:
+                self._actors.start_again()
             return
         self._began = True
         num = self.config.launch.num_actors

@@ -36,6 +36,7 @@ from learner.hub.handlers.ranks import RankHandler
 from learner.hub.setup import open_ledger
 from learner.hub.status import write_hub_json, write_status
 from streamrl.config.addresses import advertised, in_url, is_wildcard
+from streamrl.errors import ConfigError
 from streamrl.messages import InstallSource
 from streamrl.metrics.files import read_object
 from streamrl.run_dirs import LAUNCH_NOTE
@@ -96,7 +97,7 @@ class HubServer:
         if self._authenticator is not None:
             self._authenticator.protect(self._actor_socket)
         self._peers = PeerLimit(self._actor_socket)
-        bind(self._actor_socket, settings.bind, "hub.bind")
+        self._listen(settings.bind, settings.hub.bind)
         self.endpoint = bound_endpoint(self._actor_socket)
         bound = self.endpoint.removeprefix("tcp://").rpartition(":")[0]
         host = in_url(advertised(settings.hub.advertise or bound, "hub.advertise"))
@@ -127,6 +128,18 @@ class HubServer:
         self._control = ControlServer(self._zmq, ControlHandler(self.context).answer)
         ranks = bound_endpoint(self._rank_socket)
         write_hub_json(settings, connect, weights.endpoint, ranks, self._control.endpoint)
+
+    def _listen(self, address: str, asked: str) -> None:
+        """Bind to the predecessor's address, or as `hub.bind` asks where another process has that port by now."""
+        try:
+            bind(self._actor_socket, address, "hub.bind")
+        except ConfigError:
+            if address == asked:
+                raise
+            bind(self._actor_socket, asked, "hub.bind")
+            log.warning("%s, the run's address so far, cannot be had again (another process took it?): actors that "
+                        "streamrl launch did not start must be started again, with connect=%s", address,
+                        bound_endpoint(self._actor_socket))
 
     def run(self, parent_gone: Callable[[], bool]) -> None:
         """Serve until the learner's `Shutdown`, or until its process is gone without one."""

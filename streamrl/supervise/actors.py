@@ -105,6 +105,14 @@ class ActorPool:
             fresh.append(self._actors[-1].name)
         return fresh, [actor.name for actor in surplus]
 
+    def start_again(self) -> None:
+        """End every actor that runs, for `poll` to start: the hub has another address than they were started with."""
+        for actor in self._actors:
+            if not actor.given_up and not self._has_left(actor):
+                actor.kill()
+                actor.num_restarts -= 1  # no fault of its own
+                actor.restart_at = actor.started_at
+
     def poll(self, now: float) -> None:
         """Restart what has died, end what takes too long to leave."""
         for actor in list(self._actors):

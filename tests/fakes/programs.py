@@ -30,19 +30,19 @@ if (here / "stubborn").exists():
     (here / "survived").touch()
 if (here / "hub-please").exists() and rank == 0:
     run = Path(next(word for word in sys.argv if word.startswith("run.dir=")).removeprefix("run.dir="))
-    draft = here / "hub.draft"
-    draft.write_text('{"connect": "tcp://127.0.0.1:1"}')
+    draft, life = here / "hub.draft", len(list(here.glob("life-*")))
+    moved = life if (here / "moves").exists() else 0
+    draft.write_text('{"connect": "tcp://127.0.0.1:%d"}' % (1 + moved))
     draft.rename(run / "hub.json")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if (here / "patient").exists():
         time.sleep(1.0)
-    wanted = int((here / "hub-please").read_text())
+    wanted = int((here / "hub-please").read_text()) + moved
     deadline = time.monotonic() + 30
     while (here / "awaits-standby").exists() and not (here / "stands-by").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     while len(list(here.glob("actor-*"))) < wanted and time.monotonic() < deadline:
         time.sleep(0.02)
-    life = len(list(here.glob("life-*")))
     (here / f"life-{life}").write_text(" ".join(sys.argv[1:]))
     if (here / "saves").exists():
         (run / "LATEST").write_text(f"ckpt-{life}")

@@ -55,14 +55,14 @@ class LiveHub:
 
     def __init__(
         self, path: Path, config: Config, *, vocab_size: int = VOCAB_SIZE,
-        start_broadcaster: Callable[[HubSettings], BroadcasterProcess] = BroadcasterProcess,
+        start_broadcaster: Callable[[HubSettings], BroadcasterProcess] = BroadcasterProcess, bind: str | None = None,
     ) -> None:
         self.path, self.config = path, config
         self._home = tempfile.TemporaryDirectory(prefix="hub-")  # the path of a local socket must be short
         self.link_endpoint = endpoint = f"ipc://{self._home.name}/ranks"
         self.server = HubServer(hub_settings(
             config, started=run_started(), run_dir=path, lineage=(), dp_ranks=(0,),
-            bind=config.hub.bind, rank_endpoint=endpoint, shm_dir=path / "shm", vocab_size=vocab_size,
+            bind=bind or config.hub.bind, rank_endpoint=endpoint, shm_dir=path / "shm", vocab_size=vocab_size,
             restore_path=None,
         ), start_broadcaster=start_broadcaster)
         self._gone = threading.Event()

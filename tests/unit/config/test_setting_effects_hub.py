@@ -27,7 +27,7 @@ from learner.ranks.clock import StepClock
 from learner.ranks.mesh import Ranks
 from learner.record.step_samples import StepSamples
 from streamrl.config.eval_sets import eval_sets
-from streamrl.errors import StreamrlError
+from streamrl.errors import ConfigError, StreamrlError
 from streamrl.messages import (
     FROM_WEIGHTS,
     RANK_TO_HUB,
@@ -83,6 +83,18 @@ def test_the_hub_listens_at_the_address_that_is_set_and_publishes_it(tmp_path):
     port = free_port()
     with LiveHub(tmp_path, config_of(f"hub.bind=tcp://127.0.0.1:{port}")):
         assert json.loads((tmp_path / "hub.json").read_text())["connect"] == f"tcp://127.0.0.1:{port}"
+
+
+def test_a_resumed_hub_whose_port_another_process_has_takes_a_free_one_unless_the_settings_name_it(tmp_path, caplog):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        other.bind("tcp://127.0.0.1:0")
+        taken = other.getsockopt_string(zmq.LAST_ENDPOINT)
+        with LiveHub(tmp_path, config_of(), bind=taken):
+            there = json.loads((tmp_path / "hub.json").read_text())["connect"]
+        assert there not in (taken, "tcp://127.0.0.1:0")
+        assert f"{taken}, the run's address so far" in caplog.text and there in caplog.text
+        with pytest.raises(ConfigError, match=f"hub.bind: {taken} is in use"):
+            LiveHub(tmp_path / "named", config_of(f"hub.bind={taken}"))
 
 
 @pytest.mark.shows("hub.weights_port")

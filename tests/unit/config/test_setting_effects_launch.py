@@ -227,6 +227,18 @@ def test_a_killed_learner_is_started_again_as_often_as_set(here, capfd, num_max,
     assert ("killed by SIGKILL" in said) is (num_deaths > 0)
 
 
+def test_actors_follow_a_learner_that_was_started_again_to_another_address(here):
+    (here / "hub-please").write_text("1")
+    (here / "moves").touch()
+    (here / "lethal").write_text("2")
+
+    assert launch(here, "launch.num_actors=1", "launch.num_max_restarts=0") == 0
+
+    assert len(started(here, "life")) == 3
+    addresses = sorted(words.partition(" ")[0] for words in started(here, "actor"))
+    assert addresses == [f"connect=tcp://127.0.0.1:{port}" for port in (1, 2, 3)]
+
+
 def test_a_newer_checkpoint_sets_the_count_of_learner_restarts_back(here):
     (here / "hub-please").write_text("1")
     (here / "saves").touch()
