@@ -36,7 +36,7 @@ from envs.async_compat import alike, suited
 from envs.data.shapes import RecordShape
 from streamrl.environment import SingleTurnTask, Task
 from streamrl.errors import TaskError, describe
-from streamrl.extension import did_you_mean
+from streamrl.extension import did_you_mean, script_hint
 
 STANDING_IN: Mapping[str, Mapping[str, Any]] = {
     "RL2.datasets": {
@@ -116,7 +116,7 @@ def construct(factory: Callable[..., Any], options: Mapping[str, Any], name: str
         task = factory(**options)
     except TaskError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"task {name} could not be made with options {dict(options)}: {describe(error)}") from error
     if not isinstance(task, Task):
         lacking = " and ".join(key for key in ("name", *PARTS) if not hasattr(task, key))
@@ -149,9 +149,9 @@ def _run(file: Path) -> ModuleType:
     try:
         with origins_importable():
             spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise TaskError(f"{file.name} failed while it was loaded: {describe(error)}") from error
+        raise TaskError(f"{file.name} failed while it was loaded: {describe(error)}{script_hint(error)}") from error
     finally:
         if is_new:
             sys.path.remove(str(file.parent))

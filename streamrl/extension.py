@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -37,6 +38,16 @@ def resolve(name: str, table: Mapping[str, T], *, setting: str) -> T:
     )
 
 
+def resolve_function(name: str, table: Mapping[str, T], *, setting: str) -> T:
+    """`resolve` for a table of functions or classes. Raises ConfigError also for what cannot be called, or is async."""
+    found = resolve(name, table, setting=setting)
+    if name not in table and not callable(found):
+        raise ConfigError(f"{setting}={name} is {found!r:.60}: it must be a function.")
+    if inspect.iscoroutinefunction(found):
+        raise ConfigError(f"{setting}={name} is an async function, and nothing awaits it: write `def`.")
+    return found
+
+
 def import_attribute(name: str, *, setting: str) -> Any:
     """The object that `package.module:attribute` names. Raises ConfigError naming what is missing, and where."""
     module_name, _, attribute = name.partition(":")
@@ -52,14 +63,19 @@ def import_attribute(name: str, *, setting: str) -> Any:
             f"{setting}={name}: cannot import {error.name!r}. "
             "Install the package, or start from the folder that holds it."
         ) from error
-    except Exception as error:  # of the user's own module
+    except (Exception, SystemExit) as error:  # of the user's own module, which may be a script
         raise ConfigError(
-            f"{setting}={name}: {module_name} failed while it was imported, see its code: {error!r}"
+            f"{setting}={name}: {module_name} failed while it was imported, see its code: {error!r}{script_hint(error)}"
         ) from error
     if not hasattr(module, attribute):
         hint = did_you_mean(attribute, [key for key in vars(module) if not key.startswith("_")])
         raise ConfigError(f"{setting}={name}: module {module_name} has no {attribute!r}.{hint}")
     return getattr(module, attribute)
+
+
+def script_hint(error: BaseException) -> str:
+    """The remedy, if a module ended the process while it was imported."""
+    return '. Put what it does as a script under `if __name__ == "__main__":`.' if isinstance(error, SystemExit) else ""
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -181,7 +181,7 @@ def _made(found: Any, name: str, settings: RewardConfig, shape: RecordShape, wri
         return own
     try:
         made = found(settings, shape)
-    except Exception as error:  # of the user's own code
+    except (Exception, SystemExit) as error:  # of the user's own code
         raise ConfigError(f"reward {name} cannot be made: {describe(error)}. {OWN}") from error
     if not callable(made):
         raise ConfigError(f"reward {name} cannot be made: it gave {made!r:.60}, which scores nothing. {OWN}")

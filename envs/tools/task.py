@@ -16,7 +16,8 @@ from envs.tools.tool import Tool, schema
 from streamrl.config.schema import EnvConfig, Sandbox, ToolUseConfig
 from streamrl.environment import Record, Task
 from streamrl.errors import TaskError
-from streamrl.extension import resolve
+from streamrl.errors import describe as told
+from streamrl.extension import resolve_function
 
 LEVELS = {Sandbox.auto: "auto", Sandbox.limited: "1", Sandbox.isolated: "2"}
 
@@ -110,8 +111,8 @@ def with_tools(task: Task, env: EnvConfig) -> WrappedTask:
         named = ", ".join(names)
         raise TaskError(f"env.tools={env.tools} gives one name to several tools ({named}): give each tool once.")
     rules = ToolRules(
-        resolve(use.parser, PARSERS, setting="env.tool_use.parser"), max_turns=env.max_turns, max_calls=use.max_calls,
-        max_output_chars=use.max_output_chars, describe=use.describe, role=use.role.value,
+        resolve_function(use.parser, PARSERS, setting="env.tool_use.parser"), max_turns=env.max_turns,
+        max_calls=use.max_calls, max_output_chars=use.max_output_chars, describe=use.describe, role=use.role.value,
         call_reward=use.call_reward, error_penalty=use.error_penalty,
     )
     found = WrappedTask(task, lambda: tool_env(task.env(), tools, rules), TAKEN_OVER)
@@ -131,8 +132,13 @@ def describe(tools: Sequence[Tool], parser: str) -> str:
 
 
 def _tool(name: str, settings: ToolUseConfig) -> Tool:
-    factory = resolve(name, TOOLS, setting="env.tools")
-    tool = factory(settings) if name in TOOLS else factory()
+    factory = resolve_function(name, TOOLS, setting="env.tools")
+    try:
+        tool = factory(settings) if name in TOOLS else factory()
+    except (Exception, SystemExit) as error:
+        if name in TOOLS:
+            raise
+        raise TaskError(f"env.tools: {name} must be made without arguments, see its code: {told(error)}") from error
     if not isinstance(tool, Tool) or not isinstance(tool.parameters, Mapping):
         raise TaskError(
             f"env.tools: {name} is not a tool: give it name, description, parameters (a JSON schema of its arguments) "

@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from learner.model.moments import AdamW8bit, CombinedOptimizer, OffloadedOptimizer
 from streamrl.config.schema import OptimizerConfig, ScheduleConfig
-from streamrl.errors import ConfigError
-from streamrl.extension import import_attribute, resolve
+from streamrl.errors import ConfigError, describe
+from streamrl.extension import import_attribute, resolve_function
 
 
 def constant(optimizer: Optimizer) -> LambdaLR:
@@ -40,6 +40,10 @@ SCHEDULES: dict[str, str | Callable[..., LambdaLR]] = {
     "warmup_stable_decay": "transformers:get_wsd_schedule",
 }
 """Name -> a function of transformers that makes a schedule for an optimizer; a user's own is called as these are."""
+
+
+NUM_TRIED = 1000
+"""Steps at which a schedule is tried before the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +67,50 @@ class Schedule:
         make, name = _maker(self.name, self.setting), f"{self.setting}.name={self.name}"
         sizes = {"num_warmup_steps": self.num_warmup_steps, "num_training_steps": self.num_steps,
                  "num_decay_steps": self.num_decay_steps}
-        arguments = {key: sizes[key] for key in sizes if key in inspect.signature(make).parameters} | self.options
+        known = _parameters(make, name).parameters
+        arguments = {key: sizes[key] for key in sizes if key in known} | self.options
         try:
-            share = make(torch.optim.SGD([torch.zeros(1)], lr=1.0), **arguments).lr_lambdas[0]
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{name} cannot take {self.setting}.options={dict(self.options)}: {error}.") from error
-        object.__setattr__(self, "_share", share)
+            made = make(torch.optim.SGD([torch.zeros(1)], lr=1.0), **arguments)
+        except Exception as error:
+            told = describe(error) if ":" in self.name else error
+            raise ConfigError(f"{name} cannot take {self.setting}.options={dict(self.options)}: {told}.") from error
+        if not isinstance(made, LambdaLR):
+            raise ConfigError(f"{name} gave {made!r:.60}: return a torch.optim.lr_scheduler.LambdaLR.")
+        object.__setattr__(self, "_share", made.lr_lambdas[0])
+        for step in {*range(self.num_warmup_steps, self.num_steps, 1 + self.num_steps // NUM_TRIED), self.num_steps}:
+            self.lr_at(self.first_step + step)
 
     def lr_at(self, step: int) -> float:
         """The rate of the update that turns version `step` into `step + 1`."""
         step = max(0, step - self.first_step)
         if step < self.num_warmup_steps:
             return self.lr * (step + 1) / (self.num_warmup_steps + 1)
-        return self.min_lr + (self.lr - self.min_lr) * self._share(min(step, self.num_steps))
+        try:
+            rate = float(self.min_lr + (self.lr - self.min_lr) * self._share(min(step, self.num_steps)))
+        except Exception as error:
+            raise ConfigError(
+                f"{self.setting}.name={self.name} fails at step {step}, see its code and {self.setting}.options="
+                f"{dict(self.options)}: {describe(error)}"
+            ) from error
+        if not (math.isfinite(rate) and rate >= 0.0):  # else every weight would be that, too
+            raise ConfigError(
+                f"{self.setting}.name={self.name} with {self.setting}.options={dict(self.options)} makes a rate of "
+                f"{rate} at step {step}: it must be finite and not negative."
+            )
+        return rate
 
 
 def _maker(name: str, setting: str) -> Callable[..., LambdaLR]:
-    make = resolve(name, SCHEDULES, setting=f"{setting}.name")
+    make = resolve_function(name, SCHEDULES, setting=f"{setting}.name")
     return import_attribute(make, setting=f"{setting}.name") if isinstance(make, str) else make
+
+
+def _parameters(function: Callable[..., Any], what: str) -> inspect.Signature:
+    """The signature of a user's function. Raises ConfigError: it has none, as some that are built into Python."""
+    try:
+        return inspect.signature(function)
+    except ValueError as error:
+        raise ConfigError(f"{what} shows no arguments, so give a function that is written in Python.") from error
 
 
 def make_schedule(
@@ -95,7 +125,7 @@ def make_schedule(
         setting: the section that `scheduler` is, for messages.
     """
     make = _maker(scheduler.name, setting)
-    sizes = inspect.signature(make).parameters
+    sizes = _parameters(make, f"{setting}.name={scheduler.name}").parameters
     reads = {
         "min_lr": make is not constant,
         "decay_ratio": "num_decay_steps" in sizes,
@@ -171,12 +201,15 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, setting: str =
     Raises:
         ConfigError: an unknown name, a missing package, a value out of range, or a setting that would do nothing.
     """
-    build = resolve(config.name, OPTIMIZERS, setting=f"{setting}.name")
+    build = resolve_function(config.name, OPTIMIZERS, setting=f"{setting}.name")
     arguments = _arguments(build, config, setting)
     try:
         optimizer = build(module, **arguments)
-    except ValueError as error:
-        raise ConfigError(f"{setting}.name={config.name} refuses these settings: {error}") from error
+    except Exception as error:
+        told = error if config.name in OPTIMIZERS else describe(error)
+        raise ConfigError(f"{setting}.name={config.name} refuses these settings: {told}") from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"{setting}.name={config.name} gave {optimizer!r:.60}: return a torch.optim.Optimizer.")
     if config.offload:
         return OffloadedOptimizer(getattr(optimizer, "members", [optimizer]))
     return optimizer
@@ -204,7 +237,7 @@ def allocate_moments(optimizer: Optimizer) -> None:
 
 def check_optimizer(config: OptimizerConfig, *, setting: str) -> None:
     """Refuse settings as `make_optimizer` would, before any network is loaded: our own are tried on a small layer."""
-    _arguments(resolve(config.name, OPTIMIZERS, setting=f"{setting}.name"), config, setting)
+    _arguments(resolve_function(config.name, OPTIMIZERS, setting=f"{setting}.name"), config, setting)
     if config.name in OPTIMIZERS:
         with torch.random.fork_rng(devices=[]):  # the seed of the run is set already
             layer = nn.Linear(2, 2)
@@ -214,9 +247,15 @@ def check_optimizer(config: OptimizerConfig, *, setting: str) -> None:
 def _arguments(build: Callable[..., Optimizer], config: OptimizerConfig, setting: str) -> dict[str, Any]:
     """Keywords for a builder, from the settings that its signature names."""
     shared = {name: getattr(config, name) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
-    _, *keywords = inspect.signature(build).parameters.values()
-    if any(keyword.kind is keyword.VAR_KEYWORD for keyword in keywords):
-        return {**shared, **config.options}
+    if isinstance(build, type) and issubclass(build, Optimizer):
+        raise ConfigError(
+            f"{setting}.name={config.name} is a class, which takes parameters and not a network: write a function, "
+            f"such as `def mine(module, *, lr): return {build.__name__}(module.parameters(), lr=lr)`, and name that."
+        )
+    signature = _parameters(build, f"{setting}.name={config.name}")
+    keywords = list(signature.parameters.values())[1:]
+    if any(keyword.kind is keyword.VAR_KEYWORD for keyword in signature.parameters.values()):
+        return _accepted(signature, {**shared, **config.options}, config, setting)
     read, usual = {keyword.name for keyword in keywords}, OptimizerConfig()
     for name, value in shared.items():
         if name not in read and name != "lr" and value != getattr(usual, name):
@@ -225,7 +264,21 @@ def _arguments(build: Callable[..., Optimizer], config: OptimizerConfig, setting
     if unknown:
         known = ", ".join(sorted(read - shared.keys())) or "none"
         raise ConfigError(f"{setting}.options holds {unknown}, which {config.name} does not have; it has: {known}.")
-    return {**{name: value for name, value in shared.items() if name in read}, **config.options}
+    read_here = {name: value for name, value in shared.items() if name in read}
+    return _accepted(signature, {**read_here, **config.options}, config, setting)
+
+
+def _accepted(
+    signature: inspect.Signature, arguments: dict[str, Any], config: OptimizerConfig, setting: str
+) -> dict[str, Any]:
+    try:
+        signature.bind(None, **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{setting}.name={config.name} cannot be called with a network and {', '.join(arguments) or 'no more'}: "
+            f"{error}. Take the network first, and give what no setting has a default, or {setting}.options."
+        ) from error
+    return arguments
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:

@@ -39,7 +39,7 @@ from streamrl.config.schema import (
 )
 from streamrl.environment import Task
 from streamrl.errors import ConfigError, TaskError, in_one_line
-from streamrl.extension import import_attribute
+from streamrl.extension import resolve_function
 from streamrl.gpus import gpu_of
 from streamrl.metrics.trackers.registry import check_trackers
 from streamrl.transport.keys import KeyDirectory
@@ -73,7 +73,7 @@ def check_run(
     check_trackers(tracker_names(config))
     _check_mesh(config)
     if config.launch.num_actors and ":" in config.actors.engine:
-        import_attribute(config.actors.engine, setting="actors.engine")
+        resolve_function(config.actors.engine, {}, setting="actors.engine")
     if config.policy.lora.base_quantization is not LoraBase.none:
         from learner.model.adapter.lora import check_quantization
 

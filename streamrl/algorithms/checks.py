@@ -8,6 +8,9 @@ NaN would). Computation is in the widest input dtype, at least float32. Wrong sh
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -96,3 +99,21 @@ def discounts(gamma: float | Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor
         return torch.where(mask, gamma.detach().to(dtype), one)
     require(0.0 <= float(gamma) <= 1.0, f"gamma={gamma} must lie in [0, 1]")
     return torch.where(mask, one * float(gamma), one)
+
+def fits(value: Any, shape: Sequence[int], *, is_bool: bool = False) -> bool:
+    """Whether a user's function returned a tensor of this shape, of bools or of floats."""
+    if not isinstance(value, Tensor) or list(value.shape) != list(shape):
+        return False
+    return value.dtype == torch.bool if is_bool else value.is_floating_point()
+
+
+def described(value: Any) -> str:
+    """Say what a user's function returned."""
+    if isinstance(value, Tensor):
+        return f"a Tensor of {list(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
+    return "nothing (is a `return` missing?)" if value is None else f"a {type(value).__name__}"
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A user's function as a setting names it."""
+    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"

@@ -9,15 +9,17 @@ clamping: a clamped weight still pushes, a zeroed one does not. S, g, K2, K3 are
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.checks import check_rows, only, read, read_log_ratios, require
+from streamrl.algorithms.checks import check_rows, described, fits, name_of, only, read, read_log_ratios, require
 from streamrl.algorithms.ratios import row_log_ratios, sequence_stats
 from streamrl.algorithms.types import Correction, CorrectionSpec
+from streamrl.errors import ConfigError
 
 __all__ = [
     "CORRECTION_PRESETS", "apply_correction", "geo_keep", "k3_keep", "normalize_weights", "opsm_keep", "seq_mis_keep",
@@ -134,7 +136,7 @@ def apply_correction(spec: CorrectionSpec, log_ratios: Tensor, mask: Tensor) -> 
     levels = ("none", "token", "sequence")
     require(spec.weight in levels, f"weight={spec.weight!r} must be one of {', '.join(levels)}")
     if spec.function is not None:
-        return spec.function(log_ratios, mask)
+        return _checked(spec.function(log_ratios, mask), log_ratios.shape, spec.function)
     if spec.weight == "token":
         weights = tis_weights(log_ratios, mask, cap=spec.cap)
     elif spec.weight == "sequence":
@@ -144,6 +146,21 @@ def apply_correction(spec: CorrectionSpec, log_ratios: Tensor, mask: Tensor) -> 
     if spec.normalize and spec.weight != "none":
         weights = normalize_weights(weights, mask, level=spec.weight)
     return Correction(weights=weights, keep=_rejection(spec, log_ratios, mask))
+
+
+def _checked(found: Any, shape: Sequence[int], function: Callable[..., Any]) -> Correction:
+    """The result of a user's correction. Raises ConfigError."""
+    wrong = "" if isinstance(found, Correction) else described(found)
+    if not wrong and not fits(found.weights, shape):
+        wrong = f"`weights` that is {described(found.weights)}"
+    if not wrong and not fits(found.keep, shape, is_bool=True):
+        wrong = f"`keep` that is {described(found.keep)}"
+    if wrong:
+        raise ConfigError(
+            f"loss.correction={name_of(function)} returned {wrong}; return Correction(weights=[B, T], "
+            f"keep=bool [B, T]) (here {list(shape)})."
+        )
+    return found
 
 
 def _rejection(spec: CorrectionSpec, log_ratios: Tensor, mask: Tensor) -> Tensor:

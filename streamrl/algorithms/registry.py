@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms import surrogates
-from streamrl.algorithms.checks import require
+from streamrl.algorithms.checks import described, fits, name_of, require
 from streamrl.algorithms.corrections import CORRECTION_PRESETS
 from streamrl.algorithms.groups import group_advantages, optimal_advantages, reinforce_pp_advantages
 from streamrl.algorithms.returns import (
@@ -367,16 +367,16 @@ def checked_losses(found: Any, policy_logprobs: Tensor, function: Callable[..., 
     shape = policy_logprobs.shape
     if isinstance(found, Tensor):
         found = TokenLoss(found, torch.zeros(shape, dtype=torch.bool, device=policy_logprobs.device))
-    wrong = "" if isinstance(found, TokenLoss) else f"returned {_described(found)}"
-    if not wrong and not _fits(found.losses, shape):
-        wrong = f"returned losses that are {_described(found.losses)}"
-    if not wrong and not _fits(found.clipped, shape, is_bool=True):
-        wrong = f"returned `clipped` that is {_described(found.clipped)}"
+    wrong = "" if isinstance(found, TokenLoss) else f"returned {described(found)}"
+    if not wrong and not fits(found.losses, shape):
+        wrong = f"returned losses that are {described(found.losses)}"
+    if not wrong and not fits(found.clipped, shape, is_bool=True):
+        wrong = f"returned `clipped` that is {described(found.clipped)}"
     if not wrong and torch.is_grad_enabled() and policy_logprobs.requires_grad and not found.losses.requires_grad:
         wrong = "returned losses without a gradient: compute them from policy_logprobs"
     if wrong:
         raise ConfigError(
-            f"loss.surrogate={_name(function)} {wrong}; return TokenLoss(losses=[B, T], clipped=bool [B, T]), or the "
+            f"loss.surrogate={name_of(function)} {wrong}; return TokenLoss(losses=[B, T], clipped=bool [B, T]), or the "
             f"losses alone, a float tensor [B, T] (here {list(shape)}) that depends on policy_logprobs."
         )
     return found
@@ -390,27 +390,11 @@ def checked_advantages(
     wrong, usual = "", f"a float tensor {letters} (here {list(shape)})"
     if isinstance(found, Returns | SegmentReturns) and len(shape) == 2:
         for name, part in (("advantages", found.advantages), ("targets", found.targets)):
-            if not wrong and not _fits(part, shape):
-                wrong = f"`{name}` that is {_described(part)}"
-    elif not _fits(found, shape) or needs_targets:
-        wrong = _described(found)
+            if not wrong and not fits(part, shape):
+                wrong = f"`{name}` that is {described(part)}"
+    elif not fits(found, shape) or needs_targets:
+        wrong = described(found)
     if wrong:
         what = f"Returns(advantages, targets), each {usual}, as it reads a critic" if needs_targets else usual
-        raise ConfigError(f"advantage.estimator={_name(function)} returned {wrong}; return {what}.")
+        raise ConfigError(f"advantage.estimator={name_of(function)} returned {wrong}; return {what}.")
     return found
-
-
-def _fits(value: Any, shape: Sequence[int], *, is_bool: bool = False) -> bool:
-    if not isinstance(value, Tensor) or list(value.shape) != list(shape):
-        return False
-    return value.dtype == torch.bool if is_bool else value.is_floating_point()
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a Tensor of {list(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
-    return "nothing (is a `return` missing?)" if value is None else f"a {type(value).__name__}"
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from streamrl.config.schema import Pruner, SweepConfig
-from streamrl.errors import ConfigError, install_extra
-from streamrl.extension import resolve
+from streamrl.errors import ConfigError, describe, install_extra
+from streamrl.extension import resolve_function
 from streamrl.sweep.words import Axis
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def check_search(settings: SweepConfig) -> None:
     """Raise ConfigError for a search that cannot be done, before anything is started."""
     if settings.sampler == GRID:
         return
-    resolve(settings.sampler, SAMPLERS, setting="sweep.sampler")
+    resolve_function(settings.sampler, SAMPLERS, setting="sweep.sampler")
     if importlib.util.find_spec("optuna") is None:
         raise ConfigError(f"sweep.sampler={settings.sampler} needs Optuna; install it with {install_extra('search')}")
 
@@ -74,8 +74,7 @@ class Search:
         if any(one.params.keys() != axes.keys() for one in past):
             self._refuse_other_axes()
         # A seed used twice would draw the first trials again.
-        sampler = resolve(settings.sampler, SAMPLERS, setting="sweep.sampler")
-        self._study.sampler = sampler(seed=seed + len(past), num_startup_trials=settings.num_startup_trials)
+        self._study.sampler = _sampler(settings, seed + len(past))
         self._num_left = settings.num_trials - len(past)
         self._trials: dict[int, Trial] = {}
         running = optuna.trial.TrialState.RUNNING
@@ -123,6 +122,23 @@ class Search:
             f"sweep.dir={self._directory} holds a search of other settings or values: give the same ones, or choose "
             "another directory"
         ) from cause
+
+
+def _sampler(settings: SweepConfig, seed: int) -> BaseSampler:
+    from optuna.samplers import BaseSampler
+
+    make = resolve_function(settings.sampler, SAMPLERS, setting="sweep.sampler")
+    try:
+        found = make(seed=seed, num_startup_trials=settings.num_startup_trials)
+    except Exception as error:
+        if settings.sampler in SAMPLERS:
+            raise
+        raise ConfigError(
+            f"sweep.sampler={settings.sampler} must take seed and num_startup_trials, see its code: {describe(error)}"
+        ) from error
+    if not isinstance(found, BaseSampler):
+        raise ConfigError(f"sweep.sampler={settings.sampler} gave {found!r:.60}: return a sampler of Optuna.")
+    return found
 
 
 def _pruner(settings: SweepConfig) -> BasePruner:

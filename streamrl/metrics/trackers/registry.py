@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
-from streamrl.errors import ConfigError, in_one_line, install_extra
-from streamrl.extension import resolve
+from streamrl.errors import ConfigError, describe, in_one_line, install_extra
+from streamrl.extension import resolve_function
 from streamrl.metrics.sinks import Sink, TrackedRun
 from streamrl.metrics.trackers.mlflow import open_mlflow
 from streamrl.metrics.trackers.tensorboard import TensorBoardSink
@@ -29,7 +29,7 @@ TRACKERS: dict[str, TrackerFactory] = {
 def check_trackers(names: Iterable[str]) -> None:
     """Raise ConfigError for the first tracker that is unknown, or whose package of the same name is missing."""
     for name in names:
-        resolve(name, TRACKERS, setting="tracking.trackers")
+        resolve_function(name, TRACKERS, setting="tracking.trackers")
         if name in TRACKERS and find_spec(name) is None:
             raise ConfigError(
                 f"tracking.trackers={name}, but the package is not installed; install it with "
@@ -53,21 +53,32 @@ def _extra(name: str) -> str:
 
 
 def _opened(name: str, run: TrackedRun) -> Sink:
-    factory = resolve(name, TRACKERS, setting="tracking.trackers")
+    factory = resolve_function(name, TRACKERS, setting="tracking.trackers")
+    if name not in TRACKERS:
+        return _opened_own(name, factory, run)
     try:
         return factory(run)
     except ModuleNotFoundError as error:
-        if name not in TRACKERS:
-            raise
         raise ConfigError(
             f"tracking.trackers={name} needs {error.name}, which is not installed; install it with "
             f"{install_extra(_extra(name))}, or leave it out."
         ) from error
     except Exception as error:  # of its own classes
-        if name not in TRACKERS:
-            raise
         told = f"tracking.trackers={name} cannot be opened ({in_one_line(error)})"
         if run.resume_step is None:
             raise ConfigError(f"{told}: see that its server answers and takes you, or leave it out.") from error
         log.warning("%s: the run goes on without it.", told)
         return Sink()
+
+
+def _opened_own(name: str, factory: TrackerFactory, run: TrackedRun) -> Sink:
+    try:
+        found = factory(run)
+    except Exception as error:
+        raise ConfigError(f"tracking.trackers={name} cannot be opened, see its code: {describe(error)}") from error
+    if not isinstance(found, Sink):
+        raise ConfigError(
+            f"tracking.trackers={name} gave {found!r:.60}: return an object of a class derived from "
+            f"{Sink.__module__}.Sink"
+        )
+    return found
