@@ -6,6 +6,7 @@ import logging
 import math
 import platform
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -61,6 +62,7 @@ class Recorder:
         self._wall_before, self._began = wall_s, time.monotonic()
         self.trained_tokens = trained_tokens
         self._waiting: dict[str, float] = {}
+        self._ended: dict[tuple[int, str], dict[str, float]] = {}  # version and set: an evaluation without a row
         self._newest: list[Sample] = []
         write_atomic(run_dir / "config.yaml", to_yaml(config))
         sign(run_dir / "config.yaml")
@@ -80,7 +82,8 @@ class Recorder:
         return self._wall_before + time.monotonic() - self._began
 
     def evaluated(self, result: EvalResult, settings: EvalConfig) -> None:
-        """Goes into the next row, and into the file of evaluations; `settings` are those of its set."""
+        """Goes into the next row, or one after it, and into the file of evaluations; `settings` are those of its set.
+        """
         name = f" on {result.dataset}" if result.dataset else ""
         if result.num_unanswered:
             log.warning(
@@ -100,9 +103,8 @@ class Recorder:
             result.prompt_scores, result.prompt_answers, num_responses=settings.num_responses,
             solved=settings.solved_score,
         )
-        version = of_set("eval/version", result.dataset)
-        if self._waiting.get(version, -1.0) < result.version:  # two may have ended since the last row
-            self._waiting.update(eval_keys(result, found, settings.num_responses))
+        keys = eval_keys(result, found, settings.num_responses)
+        self._ended.setdefault((result.version, result.dataset), keys)
         with if_it_can_be_written(EVALUATIONS):
             append_lines(self._run_dir / EVALUATIONS, msgspec.json.encode({
                 "dataset": result.dataset, "version": result.version, "score": result.score,
@@ -131,9 +133,23 @@ class Recorder:
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         row = {key: value for key, value in row.items() if key != "step"}
-        row.update(self._waiting)
+        of_run = {key: value for key, value in row.items() if key.startswith("run/")}
+        first, *later = self._rows_of_evaluations()
+        self._sinks.log_metrics(step, storable({**row, **self._waiting, **first}))
         self._waiting.clear()
-        self._sinks.log_metrics(step, storable(row))
+        for evaluations in later:
+            self._sinks.log_metrics(step, storable({**of_run, **evaluations}))
+
+    def _rows_of_evaluations(self) -> list[dict[str, float]]:
+        """Those that have ended since the last row, of each set one in a row, and the newest last."""
+        rows, num_of_set = [dict[str, float]()], Counter[str]()
+        for version, dataset in sorted(self._ended):
+            if num_of_set[dataset] == len(rows):
+                rows.append({})
+            rows[num_of_set[dataset]].update(self._ended[version, dataset])
+            num_of_set[dataset] += 1
+        self._ended.clear()
+        return rows
 
     def samples(self, step: int, samples: Sequence[Sample], *, last: bool = False) -> None:
         """Give trackers a table with every evaluation: its transcripts, and the samples of the newest step."""

@@ -138,13 +138,13 @@ def read_metrics(path: str | os.PathLike[str], damaged: list[str] | None = None)
 
 def read_some_metrics(path: Path, max_rows: int, damaged: list[str]) -> list[dict[str, Any]]:
     """The first and last line, those with an evaluation, and about `max_rows` others; else as `read_metrics`."""
-    found: dict[tuple[int, bool], dict[str, Any]] = {}
+    found: dict[tuple[int, float | None], dict[str, Any]] = {}
     size = path.stat().st_size if path.is_file() else 0
     offset, next_due, newest = 0, 0.0, b""
 
     def keep(line: bytes) -> None:
         row = parse_row(line)
-        found[row["step"], "eval/score" in row] = row
+        found[row["step"], row.get("eval/version", 0.0) if "eval/score" in row else None] = row
 
     def look(line: bytes) -> None:
         nonlocal offset, next_due, newest

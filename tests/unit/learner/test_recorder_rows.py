@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+from itertools import permutations
 
 import pytest
 
@@ -13,7 +14,7 @@ from streamrl.config.schema import EvalConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import EvalResult, HubStatus
 from streamrl.metrics.meter import Meter
-from streamrl.metrics.run_record import read_metrics
+from streamrl.metrics.run_record import read_metrics, read_run
 from streamrl.metrics.sinks import FanOut
 
 
@@ -101,6 +102,22 @@ def test_the_row_has_the_newer_of_two_evaluations_whichever_ended_first(recorded
     recorder.evaluated(result(version=4, score=0.1), TWICE)
     row, lines = written()
     assert (row["eval/version"], row["eval/score"], len(lines)) == (8.0, 0.9, 2)
+
+
+@pytest.mark.parametrize("order", list(permutations([("", 4), ("", 8), ("", 12), ("hard", 8), ("hard", 12)]))[::17])
+def test_every_evaluation_has_a_row_however_many_ended_in_one_step(recorded, tmp_path, order):
+    recorder, _ = recorded
+    for dataset, version in order:
+        recorder.evaluated(result(dataset, version, score=version / 16), TWICE)
+    recorder.step(13, Meter(), HubStatus(13, {}, ()), version=13, epoch=2)
+    recorder.close(13, HubStatus(13, {}, ()), version=13, epoch=2)
+    record = read_run(tmp_path)
+
+    assert record.series("eval/score") == ([4, 8, 12], [0.25, 0.5, 0.75])
+    assert record.series("eval/hard/score") == ([8, 12], [0.5, 0.75])
+    assert [(row["step"], row["run/epoch"], row["run/version"]) for row in record.rows] == [(13, 2.0, 13.0)] * 4
+    assert record.summary.eval_score_best == record.summary.eval_score_last == 0.75
+    assert read_run(tmp_path, max_rows=2).series("eval/score") == record.series("eval/score")
 
 
 def test_an_evaluation_that_was_not_waited_for_says_so_and_without_an_answer_has_no_row(recorded, caplog):
