@@ -41,10 +41,12 @@ from learner.checkpoint.shards import Copied, ShardReader, read_training_tensors
 from learner.ranks.mesh import Ranks
 from streamrl.errors import CheckpointError, ConfigError, RunLockedError, one_sentence
 from streamrl.messages import Lineage
-from streamrl.metrics.files import text_of
+from streamrl.metrics.files import read_object, text_of, write_atomic
 
 log = logging.getLogger("streamrl.checkpoint")
 FORMAT = 1
+HOME_NOTE = "checkpoints.json"
+"""In a run directory: its path, and the name of its folder in `checkpoint.directory`."""
 _PIECE = 1 << 22
 
 
@@ -127,13 +129,26 @@ def write_checkpoint(
     return final
 
 
-def checkpoint_home(directory: str | None, run_id: str) -> Path | None:
-    """The folder of a run's checkpoints in `checkpoint.directory`, made; None without one. Raises ConfigError."""
+def checkpoint_home(directory: str | None, run_id: str, run_dir: Path) -> Path | None:
+    """The folder of a run's checkpoints in `checkpoint.directory`, made; None without one. Raises ConfigError.
+
+    A copy of a run has the run's id, and a folder of its own: what it saves and removes must not be the other's.
+    """
     if directory is None:
         return None
-    home = Path(directory).expanduser().resolve() / run_id
+    note, here = run_dir / HOME_NOTE, run_dir.resolve()
+    told = read_object(note)
+    owner, name = Path(str(told.get("run", here))), str(told.get("folder", run_id))
+    if not re.fullmatch(re.escape(run_id) + "(-[0-9a-f]{8})?", name):  # whose note? no folder but the run's is written
+        name = run_id
+    known = owner / "run_id"
+    if owner != here and known.is_file() and text_of(known).strip() == run_id:  # else the run was moved
+        name = f"{run_id}-{xxhash.xxh3_64_hexdigest(os.fsencode(here))[:8]}"  # the same on every rank
+    home = Path(directory).expanduser().resolve() / name
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if told != (own := {"run": str(here), "folder": name}):
+            write_atomic(note, json.dumps(own))
     except OSError as error:
         raise ConfigError(f"checkpoint.directory={directory}: choose another one: {one_sentence(error)}") from error
     return home

@@ -193,7 +193,7 @@ def _make_checkpoints(run: Run, given: Inputs) -> Checkpoints:
     config, trainer = run.config, run.trainer
     saving = Saving(
         run.run_dir, run.hub, run.ranks, num_keep=config.checkpoint.num_keep, lock=given.lock,
-        home=checkpoint_home(config.checkpoint.directory, run.run_id),
+        home=checkpoint_home(config.checkpoint.directory, run.run_id, run.run_dir),
         background=background_of(config.checkpoint.beside_training, run.ranks, "checkpoint"),
         version=given.past.version if given.past.checkpoint is not None else -1,
     )

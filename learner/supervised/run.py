@@ -390,7 +390,7 @@ def build_run(
     )
     saving = Saving(
         run_dir, NoHub(), ranks, num_keep=config.checkpoint.num_keep, lock=lock,
-        home=checkpoint_home(config.checkpoint.directory, past.run_id),
+        home=checkpoint_home(config.checkpoint.directory, past.run_id, run_dir),
         background=background_of(config.checkpoint.beside_training, ranks, "checkpoint"),
         version=past.version if past.checkpoint is not None else -1,
     )

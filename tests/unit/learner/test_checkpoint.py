@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -351,9 +352,9 @@ def test_a_newer_epoch_on_disk_fences_the_older_learner(tmp_path):
 
 def test_checkpoints_may_stand_on_another_disk_and_are_found_and_removed_through_links(training, tmp_path):
     run_dir = tmp_path / "run"
-    home, others = checkpoint_home(str(tmp_path / "disk"), "r-1"), tmp_path / "disk" / "others"
-    others.mkdir(parents=True)
     run_dir.mkdir()
+    home, others = checkpoint_home(str(tmp_path / "disk"), "r-1", run_dir), tmp_path / "disk" / "others"
+    others.mkdir(parents=True)
     for _ in range(3):
         training.step().save(run_dir, home=home)
 
@@ -362,6 +363,37 @@ def test_checkpoints_may_stand_on_another_disk_and_are_found_and_removed_through
     assert saved_versions(run_dir) == [2, 3] and dict(read_version(run_dir, 3))
     assert find_checkpoint(run_dir, ALONE).version == 3
 
+    assert checkpoint_home(str(tmp_path / "disk"), "r-1", run_dir) == home
     (tmp_path / "disk").rename(tmp_path / "unplugged")
     with pytest.raises(CheckpointError, match=f"leads to {home}/ckpt-0000000[23], which is not there"):
         find_checkpoint(run_dir, ALONE)
+
+
+def test_a_copy_of_a_run_leaves_the_checkpoints_of_the_run_alone_and_a_moved_run_keeps_its_folder(training, tmp_path):
+    run_dir, disk = tmp_path / "run", str(tmp_path / "disk")
+    run_dir.mkdir()
+    (run_dir / "run_id").write_text("r-1")
+    home = checkpoint_home(disk, "r-1", run_dir)
+    training.step().save(run_dir, home=home)
+    training.step().save(run_dir, home=home)
+    saved = {name: one.tolist() for name, one in read_version(run_dir, 2)}
+
+    for follow in (False, True):  # the links, or what they lead to
+        copy = tmp_path / f"copy-{follow}"
+        shutil.copytree(run_dir, copy, symlinks=not follow)
+        own = checkpoint_home(disk, "r-1", copy)
+        assert own not in (home, None) and checkpoint_home(disk, "r-1", copy) == own
+        training.version = 1
+        for _ in range(3):  # version 2 anew, and others, which take the place of the older ones
+            training.step().save(copy, home=own)
+        assert saved_versions(copy) == [3, 4] and sorted(one.name for one in own.iterdir()) == [
+            "ckpt-00000003", "ckpt-00000004"]
+        assert find_checkpoint(run_dir, ALONE).version == 2 and saved_versions(run_dir) == [1, 2]
+        assert {name: one.tolist() for name, one in read_version(run_dir, 2)} == saved
+
+    assert checkpoint_home(disk, "r-1", run_dir) == home
+    run_dir.rename(tmp_path / "moved")
+    assert checkpoint_home(disk, "r-1", tmp_path / "moved") == home
+    for folder in ("../others", "r-2", "", None, 3):
+        (tmp_path / "moved" / "checkpoints.json").write_text(json.dumps({"run": "\0", "folder": folder}))
+        assert checkpoint_home(disk, "r-1", tmp_path / "moved") == home
