@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from learner.hub.ledger.tables.filters import dropped_by
@@ -210,6 +210,16 @@ NOT_OF_THE_TASK = (ReturnReason.DRAIN, ReturnReason.STALE, ReturnReason.NO_SLOT)
 """Leases that come back for these reasons tell nothing of the task."""
 
 
+@dataclass(slots=True)
+class Tally:
+    """Episodes of one kind that failed and prompts that came back, and whether any episode came through."""
+
+    kind: str = ""
+    num_failed: int = 0
+    num_unusable: int = 0
+    any_came: bool = False
+
+
 class EpisodeFailures(Observer):
     """Counts failures in environments and prompts that cannot be used, as accepted groups report them.
 
@@ -226,9 +236,8 @@ class EpisodeFailures(Observer):
         self.first = self.last = self.fatal = ""
         self._stop_at_long_prompt = stop_at_long_prompt
         self._notify = notify
-        self._num_failed = self._num_unusable = 0
+        self._all, self._training = Tally(), Tally("training ")  # an evaluation that came through excuses no training
         self._reported: set[ReturnReason] = set()
-        self._any_came = False
         self._recent: deque[bool] = deque(maxlen=NUM_RECENT)
         self._alarmed = False
 
@@ -238,10 +247,12 @@ class EpisodeFailures(Observer):
             return
         group, num_open = arrival.group, arrival.num_open
         num_failed, detail = group.num_failed_episodes, printable(group.detail)
+        tallies = [self._all] if group.group_id & EVAL_BIT else [self._all, self._training]
         if detail and not num_failed and group.reason not in NOT_OF_THE_TASK:
-            self._handed_back(group.reason, detail, num_open)
-        self._any_came |= any(member.status != MemberStatus.ABORTED for member in group.members)
-        self._num_failed += num_failed
+            self._handed_back(group.reason, detail, num_open, tallies)
+        for tally in tallies:
+            tally.any_came |= any(member.status != MemberStatus.ABORTED for member in group.members)
+            tally.num_failed += num_failed
         self._recent += [True] * num_failed + [False] * (len(group.members) - num_failed)
         if num_failed:
             self.last = detail
@@ -250,17 +261,21 @@ class EpisodeFailures(Observer):
                 self._notify(f"an episode failed: {detail}")
         self._check_share()
         under_way = num_open * max(num_failed, len(group.members))
-        if self._num_failed >= max(NUM_FIRST, 2 * under_way) and not self._any_came and not self.fatal:
-            self.fatal = f"all of the first {self._num_failed} episodes failed, so the run stops: {self.last}"
-            self._notify(self.fatal)
+        for tally in tallies:
+            if tally.num_failed >= max(NUM_FIRST, 2 * under_way) and not tally.any_came and not self.fatal:
+                what = f"{tally.num_failed} {tally.kind}episodes"
+                self.fatal = f"all of the first {what} failed, so the run stops: {self.last}"
+                self._notify(self.fatal)
 
-    def _handed_back(self, reason: ReturnReason, detail: str, num_open: int) -> None:
+    def _handed_back(self, reason: ReturnReason, detail: str, num_open: int, tallies: Sequence[Tally]) -> None:
         """Report the first lease that came back for each other reason (prompt too long, engine error ...)."""
         self.last = detail
-        self._num_unusable += reason in FAULTS_OF_PROMPT
-        if self._num_unusable >= max(NUM_FIRST, 2 * num_open) and not self._any_came and not self.fatal:
-            self.fatal = f"all of the first {self._num_unusable} prompts came back, so the run stops: {detail}"
-            self._notify(self.fatal)
+        for tally in tallies:
+            tally.num_unusable += reason in FAULTS_OF_PROMPT
+            if tally.num_unusable >= max(NUM_FIRST, 2 * num_open) and not tally.any_came and not self.fatal:
+                what = f"{tally.num_unusable} {tally.kind}prompts"
+                self.fatal = f"all of the first {what} came back, so the run stops: {detail}"
+                self._notify(self.fatal)
         if reason not in self._reported:
             self._reported.add(reason)
             self._notify(f"a lease came back ({reason.name.lower()}): {detail}")

@@ -10,6 +10,7 @@ from learner.hub import server
 from learner.hub.observers.counters import NUM_FIRST, Arrival, EpisodeFailures
 from streamrl.errors import TaskError
 from streamrl.messages import (
+    EVAL_BIT,
     NUM_FAILED_EPISODES,
     ActorHeartbeat,
     ActorState,
@@ -62,6 +63,31 @@ def test_a_run_in_which_every_episode_fails_must_stop_with_the_cause():
 
     said, failures = told(*[group(0, 4)] * (NUM_FIRST // 4))
     assert failures.fatal == said[-1] == f"all of the first {NUM_FIRST} episodes failed, so the run stops: {CAUSE}"
+
+
+@pytest.mark.parametrize("num_answered", [0, 1, 200])
+@pytest.mark.parametrize(("reason", "num_failed", "what"), [
+    (ReturnReason.ENV_ERROR, 8, f"{NUM_FIRST} training episodes failed"),
+    (ReturnReason.TOO_LONG, 0, f"{NUM_FIRST} training prompts came back"),
+])
+def test_an_evaluation_that_came_through_excuses_no_training(reason, num_failed, what, num_answered):
+    answered = msgspec.structs.replace(group(1, 0), group_id=EVAL_BIT)
+    stats = {NUM_FAILED_EPISODES: float(num_failed)}
+    back = Group(0, 0, 0, 0, Outcome.RETURNED, reason, CAUSE, Sampling(), (), stats)
+    num = NUM_FIRST // max(1, num_failed)
+
+    _, failures = told(*[answered] * num_answered, *[back] * num)
+
+    expected = what if num_answered else what.replace("training ", "")
+    assert failures.fatal == f"all of the first {expected}, so the run stops: {CAUSE}"
+    assert not told(*[answered] * num_answered, *[back] * (num - 1), group(1, 0), back)[1].fatal
+
+
+def test_an_evaluation_stops_no_run_whose_training_came_through():
+    failed = msgspec.structs.replace(group(0, 1), group_id=EVAL_BIT)
+
+    assert not told(group(1, 0), *[failed] * 2 * NUM_FIRST)[1].fatal
+    assert told(*[failed] * NUM_FIRST)[1].fatal
 
 
 def test_a_single_episode_that_came_through_keeps_the_run_going():
