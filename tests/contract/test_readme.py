@@ -24,6 +24,16 @@ def test_every_link_leads_to_a_file():
     ] == []
 
 
+def test_every_row_of_a_table_stands_below_its_head():
+    examples = sorted((ROOT / "examples").rglob("*.md"))
+    wrong = []
+    for page in [*DOCS, *examples]:
+        above = ["", *page.read_text(encoding="utf-8").splitlines()]
+        wrong += [f"{page.relative_to(ROOT)}: {row[:60]}" for before, row, after in zip(above, above[1:], [*above[2:], ""])
+                  if row.startswith("|") and not before.startswith("|") and not re.fullmatch(r"[|: -]+", after)]
+    assert wrong == []
+
+
 def test_the_first_command_stands_on_the_first_screen_and_the_page_is_short():
     before = README.partition("make quickstart")[0]
     assert len(before.split()) < 100 and "docs/results/staleness" not in before, "a real run, not the simulation"
