@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+SET_SCORE = re.compile(r"eval/[^/]+/score")
+"""The score of a set of `eval.datasets`."""
 RECENT = {"reward/mean": "reward/recent", "score/mean": "score/recent"}
 """Means over what came in one step, be it one answer, and what a run is judged by: those over the last answers."""
 
@@ -80,6 +83,11 @@ class Rows:
                 known = num > 0 and 0 <= score <= 1
                 errors.append(row.get("eval/score_stderr", math.sqrt(score * (1 - score) / num) if known else 0.0))
         return *self.series("eval/score"), errors
+
+    def set_scores(self) -> list[tuple[str, float, float]]:
+        """Name, first and last score of each set of `eval.datasets`."""
+        scores = {key.split("/")[1]: self.values(key) for key in self.keys() if SET_SCORE.fullmatch(key)}
+        return [(name, found[0], found[-1]) for name, found in scores.items()]
 
 
 def _step_of(row: Mapping[str, Any], key: str, per_batch: int) -> int:

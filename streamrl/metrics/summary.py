@@ -86,6 +86,8 @@ class Summary:
     """The lowest level of sandbox (docs/sandbox.md) that programs of the model have had; 0 if there were none."""
     tracked: Sequence[str] = ()
     """For each tracker the command that opens the run's record, or where it is."""
+    eval_sets: Sequence[tuple[str, float, float]] = ()
+    """Name, first and last score of each set of `eval.datasets`."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else; written at the top level after the rest. Runs that are not RL have `kind` and `results_of`."""
 
@@ -156,10 +158,11 @@ class Summary:
         stale = f", {self.num_groups_stale} stale" if self.num_groups_stale else ""
         idle = self.learner_idle_fraction
         failures = [("failures", f"{self.num_episodes_failed} episodes failed: {self.first_failure or 'see the logs'}")]
+        own = (f"{with_error(self.eval_score_first, self.eval_stderr_first)} → "
+               f"{with_error(self.eval_score_last, self.eval_stderr_last)}")
         return [
             *begun,
-            ("evaluation", f"{with_error(self.eval_score_first, self.eval_stderr_first)} → "
-                           f"{with_error(self.eval_score_last, self.eval_stderr_last)}"),
+            ("evaluation", (self.eval_score_last is None and in_words(self.eval_sets)) or own),
             ("steps", steps),
             ("wall time", duration(self.wall_s)),
             ("lag", f"mean {compact(self.lag_mean)}, max {self.lag_max}, bound {self.max_lag_bound}{violations}"),
@@ -175,6 +178,11 @@ class Summary:
             ("publish", f"{duration(self.publish_s_mean)} on average"),
             *ended,
         ]
+
+
+def in_words(sets: Sequence[tuple[str, float, float]]) -> str:
+    """First and last result of each name, for a run that evaluates no set of its own."""
+    return ", ".join(f"{name} {compact(first)} → {compact(last)}" for name, first, last in sets)
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -242,6 +250,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run_id: str, max_lag_bound: 
         "eval_score_first": scores[0] if scores else None,
         "eval_score_last": scores[-1] if scores else None,
         "eval_score_best": max(scores, default=None),
+        "eval_sets": table.set_scores(),
         "eval_stderr_first": errors[0] if scores else None,
         "eval_stderr_last": errors[-1] if scores else None,
         "warnings": warnings_of(rows),

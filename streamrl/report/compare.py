@@ -12,6 +12,7 @@ from urllib.parse import quote
 from streamrl.metrics.diagnosis import learner_idle
 from streamrl.metrics.files import write_atomic
 from streamrl.metrics.ranking import Objective, Outcome, outcome
+from streamrl.metrics.rows import SET_SCORE
 from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.sinks import flat
 from streamrl.metrics.text import compact, duration, markdown_table, with_error
@@ -23,8 +24,6 @@ from streamrl.report.report import Lines, evaluation_curves
 HEADER = ("run", "eval first", "eval last", "steps", "lag mean", "lag max", "wall", "trained tok/s", "generated tok/s",
           "learner waits")
 TERMINAL_WIDTH = 80
-SET_SCORE = re.compile(r"eval/[^/]+/score")
-"""The score of a set of `eval.datasets`."""
 MAX_DIFFERENCES = 40
 CHARTS = {
     "Learning": (

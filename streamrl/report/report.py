@@ -16,6 +16,7 @@ from pathlib import Path
 from streamrl.metrics.files import write_atomic
 from streamrl.metrics.run_record import RunRecord, read_run
 from streamrl.metrics.samples import read_samples
+from streamrl.metrics.summary import MEASURED, in_words
 from streamrl.metrics.text import compact, duration
 from streamrl.report import headline
 from streamrl.report.charts import Chart, category_bars, charts_html, histogram, line_chart, stacked_shares
@@ -292,4 +293,8 @@ def _steps(record: RunRecord) -> str:
 
 def _evaluation(record: RunRecord) -> str:
     scores = record.evaluations()[1]
-    return f"{compact(scores[0])} → {compact(scores[-1])}, best {compact(max(scores))}" if scores else "none"
+    if scores:
+        return f"{compact(scores[0])} → {compact(scores[-1])}, best {compact(max(scores))}"
+    held_out = [(label, values[0], values[-1]) for name, label in MEASURED.items()
+                if name.startswith("held_out") and (values := record.values(f"supervised/{name}"))]
+    return in_words([*record.set_scores(), *held_out]) or "none"

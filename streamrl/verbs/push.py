@@ -59,12 +59,14 @@ def card_of(run_dir: Path, version: int) -> str:
     config, summary = run_settings(run_dir), read_object(run_dir / "summary.json")
     base = config.policy.model_path or ""
     known = f"base_model: {base}\n" if base.count("/") == 1 and not Path(base).exists() and base[0].isalnum() else ""
-    score = summary.get("eval_score_last", summary.get("held_out_loss_last"))
+    scores = {"evaluation": summary.get("eval_score_last"), "held-out loss": summary.get("held_out_loss_last")}
+    scores |= {f"evaluation on {name}": last for name, _, last in summary.get("eval_sets", ())}
+    ended = "".join(f", last {what} {score:.4g}" for what, score in scores.items() if isinstance(score, int | float))
     trained = summary.get("kind") or f"advantage {config.advantage.estimator}, loss {config.loss.surrogate}"
     return (
         f"---\nlibrary_name: transformers\ntags: [streamrl]\n{known}---\n# {run_dir.resolve().name}\n\n"
         f"Version {version} of a run with streamrl {__version__}: {trained}; {summary.get('steps', 'unknown')} steps "
-        f"in all, last evaluation {score}.\n"
+        f"in all{ended}.\n"
     )
 
 

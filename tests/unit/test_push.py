@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.verbs.push import model_of
+from streamrl.verbs.push import card_of, model_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +86,20 @@ def test_model_card_and_tag_arrive_in_a_private_repository(run_dir: Path) -> Non
     assert taken["model.safetensors"] == b"weights" and taken["config.json"] == b"{}"
     card = taken["README.md"].decode()
     assert "base_model: Qwen/Qwen2.5-7B" in card and "last evaluation 0.75" in card
+
+
+@pytest.mark.parametrize(("known", "said"), [
+    ({"eval_score_last": 0.75}, ", last evaluation 0.75"),
+    ({"eval_score_last": 0, "eval_sets": [["hard", 0.1, 0.5]]}, ", last evaluation 0, last evaluation on hard 0.5"),
+    ({"eval_score_last": None, "eval_sets": [["hard", 0.1, 0.5]]}, ", last evaluation on hard 0.5"),
+    ({"eval_score_last": None, "kind": "sft", "held_out_loss_last": 0.25}, ", last held-out loss 0.25"),
+    ({"eval_score_last": None}, ""),
+    ({}, ""),
+])
+def test_the_card_says_what_was_measured_and_nothing_of_what_was_not(run_dir: Path, known, said) -> None:
+    (run_dir / "summary.json").write_text(json.dumps({"steps": 7, **known}))
+
+    assert card_of(run_dir, 7).endswith(f"; 7 steps in all{said}.\n")
 
 
 @pytest.mark.parametrize("file, later", [

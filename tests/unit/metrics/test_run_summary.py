@@ -7,15 +7,16 @@ import pytest
 
 from streamrl.errors import CheckpointError
 from streamrl.metrics.rows import Rows
-from streamrl.metrics.run_record import read_metrics
+from streamrl.metrics.run_record import RunRecord, read_metrics
 from streamrl.metrics.summary import Summary, summarize, warnings_of
+from streamrl.report.report import run_text
 
 PROMISED = """run_id steps wall_s eval_score_first eval_score_last lag_mean lag_max max_lag_bound num_lag_violations
     num_groups_leased num_groups_accepted num_groups_trained num_groups_stale num_duplicates_dropped
     num_leases_reissued num_actor_restarts trained_tokens tokens_per_s_train tokens_per_s_generate learner_wait_s
     publish_s_mean device dtype seed num_leases_retried num_episodes_failed first_failure run eval_score_best
     stopped failed learner_idle_fraction eval_stderr_first eval_stderr_last warnings diagnosis sandbox_level
-    tracked""".split()
+    tracked eval_sets""".split()
 
 
 def test_a_summary_file_holds_every_promised_key_in_order_and_extras_after_them(make_run):
@@ -46,6 +47,36 @@ def test_numbers_follow_from_the_lines_of_the_run(make_run):
     assert (s.learner_wait_s, s.publish_s_mean) == (pytest.approx(5.0), pytest.approx(0.1))
     rows = [{"step": i, "hub/num_actor_restarts": n} for i, n in enumerate([1, 3, 3, 0, 2])]
     assert Rows(rows).total("hub/num_actor_restarts") == 5, "a counter that restarted at zero keeps its total"
+
+
+@pytest.mark.parametrize("own", [{}, {"eval/score": 0.5, "eval/score_stderr": 0.0}])
+def test_a_run_that_evaluates_named_sets_alone_says_their_scores(tmp_path, own):
+    rows = [{"step": 1, "eval/hard/score": 0.1, "eval/easy/score": 0.25, "eval/hard/version": 0},
+            {"step": 2, **own, "eval/hard/score": 0.75}, {"step": 3}]
+    summary = summarize(rows, run_id="r", max_lag_bound=3, device="cpu", dtype="float32", seed=1)
+    summary.write(tmp_path / "summary.json")
+
+    assert Summary.load(tmp_path / "summary.json").eval_sets == summary.eval_sets == [
+        ("hard", 0.1, 0.75), ("easy", 0.25, 0.25)]
+    words = "0.5 → 0.5" if own else "hard 0.1 → 0.75, easy 0.25 → 0.25"
+    assert ("evaluation", words) in summary.headline()
+    record = RunRecord(rows=rows, name="r", summary=summary)
+    best = ", best 0.5" if own else ""
+    assert f"evaluation  {words}{best}\n" in run_text(record, tmp_path)
+    old = json.loads((tmp_path / "summary.json").read_text())
+    del old["eval_sets"]
+    (tmp_path / "summary.json").write_text(json.dumps(old))
+    assert Summary.load(tmp_path / "summary.json").eval_sets == ()
+
+
+@pytest.mark.parametrize("accuracy", [{}, {"supervised/held_out_accuracy": 0.5}])
+def test_a_run_of_another_trainer_says_its_held_out_results(tmp_path, accuracy):
+    rows = [{"step": 0, "supervised/held_out_loss": 3.0, **accuracy}, {"step": 1, "supervised/loss": 2.0},
+            {"step": 2, "supervised/held_out_loss": 1.5}]
+
+    said = ", held-out accuracy 0.5 → 0.5" if accuracy else ""
+    record = RunRecord(rows=rows, name="r")
+    assert f"evaluation  held-out loss 3 → 1.5{said}\n" in run_text(record, tmp_path)
 
 
 def test_a_run_without_a_single_step_has_a_summary():
