@@ -67,7 +67,7 @@ class RunDirectory:
             if time.monotonic() > deadline:
                 raise RunLockedError(
                     f"{self.path} is owned by a living process after {wait_s:g} s: "
-                    "stop the other learner of this run, or give this run another run_id"
+                    "stop the other learner of this run, or of a copy of it, which goes by the same id"
                 )
             time.sleep(_POLL_S)
         self._fd: int | None = fd
@@ -125,7 +125,7 @@ def make_private(path: Path) -> None:
         path.mkdir(mode=0o700)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise RunLockedError(f"{path} is not a directory of this user: remove it, or give this run another run_id")
+        raise RunLockedError(f"{path} is not a directory of this user: remove it, or have it removed")
 
 
 def lock_file(path: Path, how: int = fcntl.LOCK_EX, *, create: bool = True) -> int | None:
