@@ -5,9 +5,10 @@ import tomllib
 from pathlib import Path
 
 from envs.check import check_task
-from envs.registry import load_task
+from envs.registry import load_task, task_of
 from streamrl.config.load import load_config
 from streamrl.config.overrides import check_names
+from tests.docs.extract import all_items
 from tests.docs.generated import PAGES
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,20 @@ def test_every_command_names_real_settings():
         check_names(words)
         if not any("," in word for word in words) and "env.path=my_task.py" not in words:
             load_config(words)
+
+
+def test_what_is_debugged_has_its_prompts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [f'{{"question": "{number} + 1 = ?", "answer": "{number + 1}"}}\n' for number in range(40)]
+    Path("train.jsonl").write_text("".join(lines))
+    commands = []
+    for item in all_items():
+        if item.kind == "file" and item.name == "reward.py":
+            Path(item.name).write_text(item.text)
+        elif item.text.startswith("streamrl debug "):
+            commands.append(item.text.split()[2:])
+            check_task(task_of(load_config(commands[-1])))
+    assert len(commands) >= 2
 
 
 def test_the_twenty_line_task_is_one_and_plays(tmp_path):
