@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from streamrl.metrics.summary import SUPERVISED, Summary
 
 RUNNING_S = 20.0
 """A run whose hub has written nothing for so long is taken for dead."""
+TAIL_BYTES = 1 << 18
+"""The end of metrics.jsonl that holds some whole lines."""
 FAILURE = "failure.txt"
 """The file of a run directory in which a sweep says why the run failed."""
 
@@ -113,12 +116,11 @@ def read_run(run_dir: str | os.PathLike[str], *, max_rows: int | None = None) ->
 
 
 def run_state(root: Path, status: Mapping[str, Any]) -> str:
-    """See `RunRecord.state`. A summary that is older than the metrics is of the part before a resume."""
-    summary, metrics = root / "summary.json", root / "metrics.jsonl"
+    """See `RunRecord.state`."""
     if (root / FAILURE).exists():
         return "failed"
-    ended = read_object(summary)
-    if ended and (not metrics.exists() or summary.stat().st_mtime >= metrics.stat().st_mtime):
+    ended = read_object(root / "summary.json")
+    if ended and _is_of_newest_part(root, ended, goes_on=status.get("state") in ("starting", "running")):
         stopped = str(ended.get("stopped", ""))
         if ended.get("failed"):
             return "failed"
@@ -129,6 +131,23 @@ def run_state(root: Path, status: Mapping[str, Any]) -> str:
         age_s = datetime.now(UTC).timestamp() - (root / "status.json").stat().st_mtime
         return "running" if age_s < RUNNING_S else "killed"
     return "killed"
+
+
+def _is_of_newest_part(root: Path, summary: Mapping[str, Any], *, goes_on: bool) -> bool:
+    """Whether no part of the run followed, by a resume, the one whose summary this is.
+
+    By the epochs of both, as a copy of the folder may have the times of files in any order; else by those times.
+    """
+    metrics, of_summary = root / "metrics.jsonl", summary.get("learner_epoch")
+    if not metrics.exists():
+        return True
+    epochs: list[bytes] = []
+    with suppress(OSError), metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
+        epochs = re.findall(rb'"run/epoch": (\d{1,9})', file.read())
+    if epochs and isinstance(of_summary, int) and (int(epochs[-1]) > of_summary or not goes_on):
+        return int(epochs[-1]) <= of_summary
+    return (root / "summary.json").stat().st_mtime >= metrics.stat().st_mtime
 
 
 def read_metrics(path: str | os.PathLike[str], damaged: list[str] | None = None) -> list[dict[str, Any]]:

@@ -162,6 +162,8 @@ def _last(record: RunRecord, key: str, known: float | None = None) -> str:
     """The newest score, if it is not known by now, with its standard error."""
     values, errors = record.series(key)[1], record.series(f"{key}_stderr")[1]
     score = next((value for value in (known, *values[-1:]) if value is not None), None)
+    if record.summary is not None and score is not None and values[-1:] != [score]:  # its last line is torn
+        return with_error(score, record.summary.eval_stderr_last)
     return with_error(score, errors[-1] if errors else None)
 
 

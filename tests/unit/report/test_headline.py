@@ -83,6 +83,25 @@ def test_the_state_of_a_run_follows_from_its_files(make_run, status, summary_is,
     assert run_state(root, found) == expected
 
 
+@pytest.mark.parametrize("times", [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("status", "epoch_of_metrics", "expected"), [
+    ("finished", 3, "finished"), ("stopped", 3, "stopped"), (None, 3, "finished"),
+    ("running", 4, "running"), ("stopped", 4, "killed"), (None, 4, "killed"),
+])
+def test_a_copy_of_a_run_whose_files_have_any_times_has_its_state(make_run, times, status, epoch_of_metrics, expected):
+    root = make_run()
+    summary, metrics = root / "summary.json", root / "metrics.jsonl"
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "learner_epoch": 3}))
+    with metrics.open("a") as file:
+        file.write(json.dumps({"step": 11, "run/epoch": float(epoch_of_metrics), "policy/lr": 1e-4}) + "\n")
+    found = {"state": status} if status else {}
+    (root / "status.json").write_text(json.dumps(found))
+    for path, time in zip((summary, metrics), times, strict=True):
+        os.utime(path, (time, time))
+
+    assert run_state(root, found) == expected
+
+
 def test_a_run_whose_last_status_is_old_was_killed(make_run):
     root = make_run(finished=False)
     (root / "status.json").write_text('{"state": "running"}')

@@ -152,6 +152,17 @@ def test_runs_are_ranked_by_their_last_evaluation_with_steps_and_lag_beside_it(m
     assert re.findall(r'class="best">([^<]*)', page) == ["0.75 ± 0.1"]
 
 
+def test_a_score_whose_line_is_torn_has_the_error_of_the_summary_not_of_the_score_before(make_run, tmp_path):
+    run, summary = make_run("torn"), tmp_path / "torn" / "summary.json"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "eval/score": 0.25, "eval/score_stderr": 0.5}\n{"step": 10, "eval/sco')
+    summary.write_text(json.dumps(
+        {**json.loads(summary.read_text()), "eval_score_last": 0.75, "eval_stderr_last": 0.03125}
+    ))
+
+    assert "0.75 ± 0.03" in write_comparison([run], tmp_path / "comparison.html")
+
+
 LONG_LABELS = [f"policy.optimizer.lr=0.000{n}6934728123456, staleness.eta={n}" for n in range(1, 5)]
 WIDE = ["eval hard", "steps", "lag mean", "lag max", "wall", "trained tok/s", "generated tok/s", "learner waits"]
 
