@@ -100,6 +100,7 @@ def discounts(gamma: float | Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor
     require(0.0 <= float(gamma) <= 1.0, f"gamma={gamma} must lie in [0, 1]")
     return torch.where(mask, one * float(gamma), one)
 
+
 def fits(value: Any, shape: Sequence[int], *, is_bool: bool = False) -> bool:
     """Whether a user's function returned a tensor of this shape, of bools or of floats."""
     if not isinstance(value, Tensor) or list(value.shape) != list(shape):

@@ -83,7 +83,8 @@ def calls() -> dict[str, str]:
         for file in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
-                    "resolve", "import_attribute", "run_file", "find_surrogate", "find_estimator", "load_transport"
+                    "resolve", "resolve_function", "import_attribute", "run_file", "find_surrogate", "find_estimator",
+                    "load_transport",
                 ):
                     named = [word.value for word in node.keywords if word.arg == "setting"]
                     found |= {str(one.value): str(file) for one in named if isinstance(one, ast.Constant)}

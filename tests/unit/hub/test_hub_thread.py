@@ -21,8 +21,8 @@ def hub_at(folder: Path, bind: str) -> tuple[HubThread, str]:
     (folder / "run").mkdir()
     address = RankDoor.make().bind
     return HubThread(hub_settings(
-        config_of(), started=run_started("threads"), run_dir=folder / "run", lineage=(), dp_ranks=(0,), bind=bind,
-        rank_endpoint=address, shm_dir=folder / "shm", vocab_size=100, restore_path=None,
+        config_of(f"hub.bind={bind}"), started=run_started("threads"), run_dir=folder / "run", lineage=(),
+        dp_ranks=(0,), bind=bind, rank_endpoint=address, shm_dir=folder / "shm", vocab_size=100, restore_path=None,
     )), address
 
 
