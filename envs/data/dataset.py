@@ -52,6 +52,8 @@ class Records:
 class Mixture:
     """Parts one after the other; a part whose weight asks for more than it has is repeated within a pass.
 
+    What is left of a repetition is taken evenly from all of the part, which may be in an order that matters.
+
     Args:
         lengths: places of each part in one pass, at least its number of records.
     """
@@ -68,8 +70,11 @@ class Mixture:
             raise IndexError(f"record {index} of {len(self)}")
         ends = list(accumulate(self.lengths))
         number = bisect_right(ends, index)
-        part = self.parts[number]
-        return part[(index - ends[number] + self.lengths[number]) % len(part)]
+        part, place = self.parts[number], index - ends[number] + self.lengths[number]
+        repeats, rest = divmod(self.lengths[number], len(part))
+        if place < repeats * len(part):
+            return part[place % len(part)]
+        return part[(place - repeats * len(part)) * len(part) // rest]
 
 
 def mixed(parts: Sequence[Records], weights: Sequence[float] | None) -> Mixture:

@@ -258,6 +258,19 @@ def test_several_files_are_mixed_by_their_weights(tmp_path, weights, counts):
     assert len(found) == 60, "every record comes at least once in a pass"
 
 
+@pytest.mark.parametrize("weights", [[1.0, 1.3], [1.0, 0.45], [7.0, 1.0], [1.0, 3.99], [1.0, 1.0]])
+def test_a_file_in_any_order_is_repeated_evenly(tmp_path, weights):
+    one, two = write(tmp_path / "one.jsonl", ROWS[:47]), write(tmp_path / "two.csv", ROWS[47:])
+    dataset = open_dataset(DataConfig(path=[str(one), str(two)], weights=weights, test_ratio=0))
+    found = Counter(record["question"] for record in read(dataset))
+
+    for rows in (ROWS[:47], ROWS[47:]):
+        counts = [found[row["question"]] for row in rows]
+        assert max(counts) - min(counts) <= 1, "no record counts more than once above another"
+        so_far = [sum(counts[:num]) - num * sum(counts) / len(counts) for num in range(len(counts) + 1)]
+        assert max(map(abs, so_far)) <= 1, "the first records of a sorted file are no more frequent than its last"
+
+
 def test_a_prompt_in_two_files_is_held_out_of_both(tmp_path):
     paths = [str(write(tmp_path / name)) for name in ("one.jsonl", "two.json")]
     dataset = open_dataset(DataConfig(path=paths))
