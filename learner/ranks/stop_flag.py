@@ -6,6 +6,8 @@ import logging
 import os
 import signal
 import threading
+import weakref
+from queue import SimpleQueue
 
 from streamrl.parent_watch import watch
 
@@ -21,8 +23,12 @@ class StopFlag:
         self.reason: str | None = None
         self._grace_s = grace_s
         in_main = threading.current_thread() is threading.main_thread()  # Python delivers signals to it alone
+        self._heard = SimpleQueue[str]()
         for number in (signal.SIGINT, signal.SIGTERM) if in_main else ():
             signal.signal(number, self._received)
+        if in_main:
+            threading.Thread(target=_tell, args=(self._heard,), name="stop-flag", daemon=True).start()
+            weakref.finalize(self, self._heard.put, "")
 
     def watch_launcher(self) -> None:
         """Take the launcher's exit for a request to stop from now on: there is a run that could be saved."""
@@ -36,8 +42,8 @@ class StopFlag:
         if self.reason is not None and number == signal.SIGINT:
             os._exit(EXIT_INTERRUPTED)
         if self.reason is None:
-            log.info("%s: finishing this step, saving, then stopping (again Ctrl-C: at once)", name)
             self.reason = name
+            self._heard.put(name)
 
     def _parent_gone(self) -> None:
         if self.reason is None:
@@ -46,3 +52,9 @@ class StopFlag:
         timer = threading.Timer(self._grace_s, os._exit, (1,))
         timer.daemon = True
         timer.start()
+
+
+def _tell(heard: SimpleQueue[str]) -> None:
+    """Log the signal that a handler heard, which must not: it may have interrupted the writing of another line."""
+    if name := heard.get():
+        log.info("%s: finishing this step, saving, then stopping (again Ctrl-C: at once)", name)

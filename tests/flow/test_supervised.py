@@ -1,6 +1,8 @@
 """Trainers beside RL as processes: a run directory as of RL, exact resuming, stopping, and models that load."""
 
+import fcntl
 import json
+import os
 import random
 import signal
 import subprocess
@@ -22,8 +24,10 @@ COMMON = [
     "eval.every_steps=10",
 ]
 
-NUM_STEPS = 72
-"""Steps of a run that a signal ends at its eighth: many, because they are made while the signal is on its way."""
+NUM_STEPS = 100
+"""Steps of a run that a signal ends after its eighth: more than have lines in `PIPE_BYTES`."""
+PIPE_BYTES = 4096
+"""Room of a pipe, the least there is: a run waits for its reader, however late that is."""
 
 OF_RL = (
     "lag of the tokens", "learner waited", "Bottleneck", ">Idle<", "with group advantages", ">groups<", ">publish<",
@@ -97,10 +101,11 @@ def test_a_stopped_and_a_killed_run_go_on_to_the_same_bits(folder):
     for number, run_dir in ((signal.SIGINT, "stopped"), (signal.SIGKILL, "killed")):
         words = words_for("answers", run_dir, NUM_STEPS, "checkpoint.every_steps=5", *schedule)
         child = ForkedPopen(command("sft", *words), cwd=folder, stderr=subprocess.PIPE, text=True)
-        for line in child.stderr:
-            if line.startswith("step 8/"):
-                child.send_signal(number)
-                break
+        fcntl.fcntl(child.stderr, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        said = b""
+        while b"step 8/" not in said:
+            said += os.read(child.stderr.fileno(), 1)
+        child.send_signal(number)
         rest = child.stderr.read()
         assert child.wait(60) == (0 if number == signal.SIGINT else -signal.SIGKILL)
         reached = (folder / run_dir / "LATEST").read_text().strip()
