@@ -82,8 +82,7 @@ class Recorder:
         return self._wall_before + time.monotonic() - self._began
 
     def evaluated(self, result: EvalResult, settings: EvalConfig) -> None:
-        """Goes into the next row, or one after it, and into the file of evaluations; `settings` are those of its set.
-        """
+        """Note a result for the next rows and for the file of evaluations; `settings` are those of its set."""
         name = f" on {result.dataset}" if result.dataset else ""
         if result.num_unanswered:
             log.warning(
@@ -141,7 +140,7 @@ class Recorder:
             self._sinks.log_metrics(step, storable({**of_run, **evaluations}))
 
     def _rows_of_evaluations(self) -> list[dict[str, float]]:
-        """Those that have ended since the last row, of each set one in a row, and the newest last."""
+        """Evaluations that have ended since the last row: at most one of each set in a row, the newest last."""
         rows, num_of_set = [dict[str, float]()], Counter[str]()
         for version, dataset in sorted(self._ended):
             if num_of_set[dataset] == len(rows):

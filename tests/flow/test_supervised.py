@@ -104,7 +104,8 @@ def test_a_stopped_and_a_killed_run_go_on_to_the_same_bits(folder):
         fcntl.fcntl(child.stderr, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         said = b""
         while b"step 8/" not in said:
-            said += os.read(child.stderr.fileno(), 1)
+            assert (more := os.read(child.stderr.fileno(), 1)), said
+            said += more
         child.send_signal(number)
         rest = child.stderr.read()
         assert child.wait(60) == (0 if number == signal.SIGINT else -signal.SIGKILL)

@@ -67,7 +67,7 @@ class RunDirectory:
             if time.monotonic() > deadline:
                 raise RunLockedError(
                     f"{self.path} is owned by a living process after {wait_s:g} s: "
-                    "stop the other learner of this run, or of a copy of it, which goes by the same id"
+                    "stop the other learner of this run, or of a copy of it, which has the same id"
                 )
             time.sleep(_POLL_S)
         self._fd: int | None = fd

@@ -1,4 +1,4 @@
-"""What a user names as package.module:attribute and got wrong ends in a sentence, wherever a setting takes one."""
+"""A broken part of the user's own (package.module:attribute) ends in a sentence, wherever a setting takes one."""
 
 import pytest
 import torch
