@@ -25,13 +25,13 @@ class InterruptedWrite(io.RawIOBase):
         return len(data)
 
 
-def test_a_signal_counts_whatever_is_being_written(monkeypatch):
+def test_a_signal_counts_whatever_is_being_written(monkeypatch, caplog):
     terminal = InterruptedWrite()
     stream = io.TextIOWrapper(io.BufferedWriter(terminal), write_through=True)
     monkeypatch.setattr(sys, "stderr", stream)
     handler, before = logging.StreamHandler(stream), {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     log.addHandler(handler)
-    monkeypatch.setattr(log, "level", logging.INFO)
+    caplog.set_level(logging.INFO, logger=log.name)
     try:
         stop = StopFlag(grace_s=60)
         log.info("step 8")
